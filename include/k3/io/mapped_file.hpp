@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <string>
+#include <system_error>
+#include <utility>
+
+#include <k3/core/error.hpp>
+
+namespace k3 {
+
+/// A whole file as read-only memory. Nothing is read until it is touched, and pages can be dropped and read again, so a
+/// file far larger than the memory can be mapped. Move-only; the address survives a move.
+/// The size is the one at opening. Touching a page that the file has lost since then ends the process (SIGBUS): ask
+/// `still_whole()` before a long stretch of work if others may truncate the file.
+class MappedFile {
+ public:
+  MappedFile() = default;
+
+  /// Throws format_error (path and the system's reason) unless this is a regular file that can be opened and mapped.
+  explicit MappedFile(const std::string& path) : path_(path) {
+    // Opening a FIFO must not wait for its other end; regular files ignore the flag.
+    file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (file_ < 0) fail("cannot be opened: ", errno);
+    struct stat status {};
+    if (::fstat(file_, &status) != 0) fail("cannot be examined: ", errno);
+    if (!S_ISREG(status.st_mode)) fail("is not a regular file", 0);
+    bytes_ = static_cast<size>(status.st_size);
+    if (bytes_ == 0) return;
+    void* const map = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file_, 0);
+    if (map == MAP_FAILED) fail("cannot be mapped: ", errno);
+    data_ = static_cast<const std::byte*>(map);
+  }
+
+  MappedFile(MappedFile&& other) noexcept { swap(other); }
+  MappedFile& operator=(MappedFile&& other) noexcept {
+    MappedFile(std::move(other)).swap(*this);
+    return *this;
+  }
+  ~MappedFile() { close(); }
+
+  const std::string& path() const noexcept { return path_; }
+  const std::byte* data() const noexcept { return data_; }
+  size bytes() const noexcept { return bytes_; }
+
+  /// Whether the file still has the size it was mapped with.
+  bool still_whole() const noexcept {
+    struct stat status {};
+    return file_ < 0 || (::fstat(file_, &status) == 0 && static_cast<size>(status.st_size) == bytes_);
+  }
+
+  /// Asks the system to read bytes [begin, end) ahead, without waiting for it. A hint: it cannot fail.
+  void prefetch(size begin, size end) const noexcept { advise(begin, end, MADV_WILLNEED); }
+
+  /// Says that bytes [begin, end) will be read here and there, so that reading around a page is wasted. A hint.
+  void expect_random(size begin, size end) const noexcept { advise(begin, end, MADV_RANDOM); }
+
+  /// Says that bytes [begin, end) are not needed for now: they stop counting as this process's memory and are read
+  /// again when touched. A hint.
+  void release(size begin, size end) const noexcept { advise(begin, end, MADV_DONTNEED); }
+
+ private:
+  [[noreturn]] void fail(const char* what, int code) {
+    close();
+    throw format_error(path_, "", code == 0 ? std::string(what) : what + std::generic_category().message(code));
+  }
+
+  void close() noexcept {
+    if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), bytes_);
+    if (file_ >= 0) ::close(file_);
+    data_ = nullptr;
+    file_ = -1;
+  }
+
+  void swap(MappedFile& other) noexcept {
+    path_.swap(other.path_);
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(file_, other.file_);
+  }
+
+  void advise(size begin, size end, int advice) const noexcept {
+    end = detail::smaller(end, bytes_);
+    if (begin >= end) return;
+    begin -= begin % static_cast<size>(::sysconf(_SC_PAGESIZE));
+    ::madvise(const_cast<std::byte*>(data_) + begin, end - begin, advice);
+  }
+
+  std::string path_;
+  const std::byte* data_ = nullptr;
+  size bytes_ = 0;
+  int file_ = -1;
+};
+
+static_assert(sizeof(size) == 8, "k3/io maps files larger than a 32-bit address space");
+
+}  // namespace k3

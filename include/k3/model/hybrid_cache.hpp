@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <utility>
+#include <variant>
+
+#include <k3/model/cache_snapshot.hpp>
+#include <k3/ops/kda_state.hpp>
+#include <k3/ops/mla_kv.hpp>
+#include <k3/ops/row_status.hpp>
+
+namespace k3 {
+
+/// One layer's cache: the fixed-size state of a KDA layer or the growing latents of an MLA layer, for all slots.
+template <precision P>
+using LayerCache = std::variant<KdaState<typename P::state, typename P::activation>, MlaKv<typename P::activation>>;
+
+/// A point of a sequence to which its cache can be set back: the KDA states as they were. The MLA latents stay in the cache,
+/// since later tokens only append; so a point serves only the slot and the sequence it was taken from.
+template <precision P>
+struct RollbackPoint {
+  size slot = 0, position = 0, generation = 0;
+  std::vector<LayerSnapshot<P>> kda_layers;
+};
+
+/// The caches of all layers for `slots` sequences of up to `capacity` positions each. Memory, per slot: H*D*D state and
+/// 3*H*D*(kernel-1) window elements a KDA layer, capacity * (kv_lora + rope) elements an MLA layer; nothing grows later.
+/// Copying a HybridCache copies everything. Element types follow the precision.
+template <precision P = Fp32>
+class HybridCache {
+ public:
+  using Kda = KdaState<typename P::state, typename P::activation>;
+  using Mla = MlaKv<typename P::activation>;
+
+  /// Throws invalid_argument for sizes of zero or beyond memory's reach.
+  HybridCache(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots, size capacity,
+              size page_size = 0)
+      : capacity_(capacity) {
+    detail::require(slots > 0 && slots < (size{1} << 31), "HybridCache", "slots", slots, "between 1 and 2^31 - 1");
+    detail::require(capacity > 0, "HybridCache", "capacity", capacity, "at least 1 position");
+    sequences_.resize(slots);
+    layers_.reserve(graph.layers.size());
+    for (const K3LayerSpec& layer : graph.layers) {
+      if (layer.mixer == MixerKind::Kda) layers_.emplace_back(std::in_place_type<Kda>, kda, slots);
+      else layers_.emplace_back(std::in_place_type<Mla>, mla, slots, capacity, page_size);
+    }
+  }
+  static HybridCache from_graph(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots,
+                                size capacity) {
+    return HybridCache(graph, kda, mla, slots, capacity);
+  }
+
+  size layers() const { return layers_.size(); }
+  size slots() const { return sequences_.size(); }
+  size capacity() const { return capacity_; }
+
+  LayerCache<P>& layer(size index) { return layers_[index]; }
+  const LayerCache<P>& layer(size index) const { return layers_[index]; }
+  /// The KDA (MLA) cache of a layer, null where it is of the other kind or there is no such layer.
+  Kda* kda_mut(size index) { return index < layers_.size() ? std::get_if<Kda>(&layers_[index]) : nullptr; }
+  Mla* mla_mut(size index) { return index < layers_.size() ? std::get_if<Mla>(&layers_[index]) : nullptr; }
+  const Kda* kda(size index) const { return index < layers_.size() ? std::get_if<Kda>(&layers_[index]) : nullptr; }
+  const Mla* mla(size index) const { return index < layers_.size() ? std::get_if<Mla>(&layers_[index]) : nullptr; }
+
+  /// Tokens that the sequence in `slot` has taken: the position of its next one.
+  size position(size slot) const { return sequence(slot).position; }
+  /// Anything but ok: a step found NaN in this sequence; only reset or restore make the slot usable again.
+  RowStatus status(size slot) const { return sequence(slot).status; }
+
+  /// Makes the slot that of a new, empty sequence.
+  void reset(size slot) {
+    Sequence& s = sequence(slot);
+    for (LayerCache<P>& layer : layers_)
+      if (Kda* state = std::get_if<Kda>(&layer)) state->reset(slot);
+    s = {0, s.generation + 1, RowStatus::ok};
+  }
+
+  /// What a step that succeeded (or did not) makes of a slot; for decoders.
+  void advance(size slot, size tokens) { sequence(slot).position += tokens; }
+  void invalidate(size slot, RowStatus status) { sequence(slot).status = status; }
+
+  CacheSnapshot<P> snapshot(size slot) const;
+  /// Replaces the slot's sequence by a snapshot's. Throws invalid_argument, changing nothing, where the snapshot is of
+  /// another geometry or longer than the capacity.
+  void restore(size slot, const CacheSnapshot<P>& snapshot);
+
+  /// snapshot() and restore() through bytes: see CacheSnapshot. from_bytes changes nothing where it throws.
+  std::vector<unsigned char> to_bytes(size slot) const { return snapshot(slot).to_bytes(); }
+  void from_bytes(size slot, const std::vector<unsigned char>& bytes) {
+    restore(slot, CacheSnapshot<P>::from_bytes(bytes.data(), bytes.size()));
+  }
+
+  /// Remembers where the slot's sequence stands, at the cost of its KDA states.
+  RollbackPoint<P> rollback_point(size slot) const;
+  /// Sets the sequence back to a point of its own past. Throws invalid_argument, changing nothing, for a point of another
+  /// slot, of a sequence that was reset or restored since, or later than the sequence stands.
+  void rollback(const RollbackPoint<P>& point);
+
+ private:
+  struct Sequence {
+    size position = 0, generation = 0;
+    RowStatus status = RowStatus::ok;
+  };
+  const Sequence& sequence(size slot) const {
+    if (slot >= sequences_.size())
+      throw invalid_argument("HybridCache", "slot", std::to_string(slot), "below " + std::to_string(slots()));
+    return sequences_[slot];
+  }
+  Sequence& sequence(size slot) { return const_cast<Sequence&>(std::as_const(*this).sequence(slot)); }
+
+  static LayerSnapshot<P> kda_snapshot(const Kda& state, size slot) {
+    LayerSnapshot<P> result;
+    result.mixer = MixerKind::Kda;
+    const auto recurrent = state.recurrent(slot);
+    const auto conv = state.conv(slot);
+    result.recurrent.assign(recurrent.data, recurrent.data + recurrent.elements());
+    result.conv.assign(conv.data, conv.data + conv.elements());
+    return result;
+  }
+  static void put_kda(Kda& state, size slot, const LayerSnapshot<P>& from) {
+    for (size i = 0; i < from.recurrent.size(); ++i) state.recurrent(slot).data[i] = from.recurrent[i];
+    for (size i = 0; i < from.conv.size(); ++i) state.conv(slot).data[i] = from.conv[i];
+  }
+  void check_layer(size index, size position, const LayerSnapshot<P>& layer) const;
+
+  size capacity_ = 0;
+  std::vector<LayerCache<P>> layers_;
+  std::vector<Sequence> sequences_;
+};
+
+template <precision P>
+CacheSnapshot<P> HybridCache<P>::snapshot(size slot) const {
+  CacheSnapshot<P> result;
+  result.position = sequence(slot).position;
+  detail::require(status(slot) == RowStatus::ok, "HybridCache::snapshot", "the slot's sequence", text(status(slot)),
+                  "a usable sequence");
+  for (const LayerCache<P>& layer : layers_) {
+    if (const Kda* state = std::get_if<Kda>(&layer)) {
+      result.layers.push_back(kda_snapshot(*state, slot));
+      continue;
+    }
+    const Mla& kv = std::get<Mla>(layer);
+    LayerSnapshot<P> rows;
+    rows.mixer = MixerKind::Mla;
+    rows.latents.reserve(result.position * kv.width());
+    for (size position = 0; position < result.position; ++position)
+      rows.latents.insert(rows.latents.end(), kv.row(slot, position), kv.row(slot, position) + kv.width());
+    result.layers.push_back(std::move(rows));
+  }
+  return result;
+}
+
+template <precision P>
+void HybridCache<P>::check_layer(size index, size position, const LayerSnapshot<P>& layer) const {
+  const auto require_count = [&](const char* part, size found, size expected) {
+    if (found != expected)
+      throw invalid_argument("HybridCache::restore", "layer " + std::to_string(index) + " " + part,
+                             std::to_string(found) + " elements", std::to_string(expected));
+  };
+  const Kda* state = kda(index);
+  if ((state != nullptr) != (layer.mixer == MixerKind::Kda))
+    throw invalid_argument("HybridCache::restore", "layer " + std::to_string(index),
+                           layer.mixer == MixerKind::Kda ? "KDA" : "MLA", "the other kind");
+  if (state) {
+    require_count("recurrent", layer.recurrent.size(), kda_state_elements(state->geometry()));
+    require_count("conv", layer.conv.size(), kda_conv_elements(state->geometry()));
+  } else {
+    require_count("latents", layer.latents.size(), position * mla(index)->width());
+  }
+}
+
+template <precision P>
+void HybridCache<P>::restore(size slot, const CacheSnapshot<P>& snapshot) {
+  Sequence& s = sequence(slot);
+  detail::require(snapshot.layers.size() == layers_.size(), "HybridCache::restore", "the snapshot's layers",
+                  snapshot.layers.size(), layers_.size());
+  detail::require(snapshot.position <= capacity_, "HybridCache::restore", "the snapshot's position", snapshot.position,
+                  "at most the capacity, " + std::to_string(capacity_));
+  for (size index = 0; index < layers_.size(); ++index) check_layer(index, snapshot.position, snapshot.layers[index]);
+  for (size index = 0; index < layers_.size(); ++index) {
+    const LayerSnapshot<P>& from = snapshot.layers[index];
+    if (Kda* state = kda_mut(index)) {
+      put_kda(*state, slot, from);
+      continue;
+    }
+    Mla& kv = *mla_mut(index);
+    for (size position = 0; position < snapshot.position; ++position)
+      for (size i = 0; i < kv.width(); ++i) kv.row(slot, position)[i] = from.latents[position * kv.width() + i];
+  }
+  s = {snapshot.position, s.generation + 1, RowStatus::ok};
+}
+
+template <precision P>
+RollbackPoint<P> HybridCache<P>::rollback_point(size slot) const {
+  const Sequence& s = sequence(slot);
+  detail::require(s.status == RowStatus::ok, "HybridCache::rollback_point", "the slot's sequence", text(s.status),
+                  "a usable sequence");
+  RollbackPoint<P> point{slot, s.position, s.generation, {}};
+  for (const LayerCache<P>& layer : layers_)
+    if (const Kda* state = std::get_if<Kda>(&layer)) point.kda_layers.push_back(kda_snapshot(*state, slot));
+  return point;
+}
+
+template <precision P>
+void HybridCache<P>::rollback(const RollbackPoint<P>& point) {
+  Sequence& s = sequence(point.slot);
+  detail::require(point.generation == s.generation, "HybridCache::rollback", "the point",
+                  "of a sequence that has left the slot", "one of the slot's present sequence");
+  detail::require(point.position <= s.position, "HybridCache::rollback", "the point's position", point.position,
+                  "at most the sequence's, " + std::to_string(s.position));
+  size next = 0, kda_layers = 0;
+  for (const LayerCache<P>& layer : layers_) kda_layers += std::holds_alternative<Kda>(layer);
+  detail::require(point.kda_layers.size() == kda_layers, "HybridCache::rollback", "the point's KDA layers",
+                  point.kda_layers.size(), kda_layers);
+  for (size index = 0; index < layers_.size(); ++index)
+    if (kda(index)) check_layer(index, point.position, point.kda_layers[next++]);
+  next = 0;
+  for (LayerCache<P>& layer : layers_)
+    if (Kda* state = std::get_if<Kda>(&layer)) put_kda(*state, point.slot, point.kda_layers[next++]);
+  s.position = point.position;
+  s.status = RowStatus::ok;
+}
+
+}  // namespace k3

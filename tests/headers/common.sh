@@ -1,0 +1,32 @@
+# shellcheck shell=bash
+# SPDX-License-Identifier: Apache-2.0
+# What the header tests share. They are called with the source root and read K3_COMPILERS, one command a line.
+set -euo pipefail
+
+compilers() { printf '%s\n' "${K3_COMPILERS:-c++}"; }
+
+# The flags under which every header must be clean.
+# shellcheck disable=SC2034  # read by the tests
+strict_flags=(-std=c++20 -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror)
+# Where the libraries of k3/io are, if not where the system's are.
+# shellcheck disable=SC2034
+read -r -a include_flags <<<"$(pkg-config --cflags-only-I nlohmann_json oniguruma 2>/dev/null || true)"
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+# headers ROOT [io]: the library's headers as they are written in an #include; with `io`, those of k3/io only, else all others.
+headers() {
+  (cd "$1/include" && find k3 -name '*.hpp') | if [ "${2-}" = io ]; then grep '^k3/io/'; else grep -v '^k3/io/'; fi | sort
+}
+
+# Headers that the library takes from elsewhere, as lines of code. <omp.h> is left out: nothing here has OpenMP on.
+foreign_includes() {  # root
+  find "$1/include/k3" -name '*.hpp' -exec grep -h '^ *#include <' {} + | grep -v -e '<k3/' -e '<omp.h>' | sort -u |
+    sed -E 's|^ *#include (<[^>]*>).*|#if __has_include(\1)\n#include \1\n#endif|'
+}
+
+fail() {
+  printf '%s\n' "$*"
+  exit 1
+}

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The headers define no macro but K3_..., and stand a consumer's macros called min and max.
+# shellcheck source=tests/headers/common.sh
+. "$(dirname "$0")/common.sh"
+root=$1
+
+# Macros that the headers of stdin define beyond those of the headers that they take from elsewhere.
+leaked() {  # root, compiler
+  local flags=(-std=c++20 -I"$1/include" ${include_flags[@]+"${include_flags[@]}"})
+  foreign_includes "$1" >"$scratch/foreign.cpp"
+  { cat "$scratch/foreign.cpp"; sed 's|.*|#include <&>|'; } >"$scratch/all.cpp"
+  # shellcheck disable=SC2086  # a compiler may come with arguments
+  comm -13 <($2 "${flags[@]}" -dM -E "$scratch/foreign.cpp" | sort) <($2 "${flags[@]}" -dM -E "$scratch/all.cpp" | sort) |
+    grep -v '^#define K3_' || true
+}
+
+# Compiles the headers of stdin after macros min and max. What they take from elsewhere comes before: it need not stand them.
+with_min_and_max() {  # root, compiler
+  local macros='#define min(a, b) (((a) < (b)) ? (a) : (b))
+#define max(a, b) (((a) > (b)) ? (a) : (b))'
+  { foreign_includes "$1"; echo "$macros"; sed 's|.*|#include <&>|'; } >"$scratch/minmax.cpp"
+  # shellcheck disable=SC2086
+  $2 "${strict_flags[@]}" -I"$1/include" ${include_flags[@]+"${include_flags[@]}"} -fsyntax-only "$scratch/minmax.cpp"
+}
+
+planted=$scratch/planted
+mkdir -p "$planted/include/k3"
+printf '#pragma once\n#define PLANTED 1\n#include <algorithm>\ninline int smallest(int a, int b) { return std::min(a, b); }\n' \
+  >"$planted/include/k3/planted.hpp"
+while IFS= read -r compiler; do
+  for part in '' io; do
+    said=$(headers "$root" $part | leaked "$root" "$compiler")
+    [ -z "$said" ] || fail "$compiler: macros that are not K3_...:
+$said"
+    headers "$root" $part | with_min_and_max "$root" "$compiler" || fail "$compiler: a header does not stand macros min and max"
+  done
+  echo k3/planted.hpp | leaked "$planted" "$compiler" | grep -q PLANTED || fail "a planted macro was not seen"
+  if echo k3/planted.hpp | with_min_and_max "$planted" "$compiler" 2>/dev/null; then fail "a planted std::min was not seen"; fi
+done < <(compilers)
+echo "only K3_ macros; min and max may be macros"

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# <k3/k3.hpp> reaches every header that needs no library, and none of k3/io; what it costs to compile is reported.
+# shellcheck source=tests/headers/common.sh
+. "$(dirname "$0")/common.sh"
+root=$1
+compiler=$(compilers | head -n 1)
+
+# Headers of k3 that the umbrella reaches.
+reached() {  # root
+  # shellcheck disable=SC2086  # a compiler may come with arguments
+  echo '#include <k3/k3.hpp>' | (cd "$1/include" && $compiler -std=c++20 -I. -MM -x c++ -) | tr ' ' '\n' |
+    sed -n 's|^\(\./\)\{0,1\}\(k3/.*\.hpp\)$|\2|p' | sort
+}
+
+forgotten() { comm -13 <(reached "$1") <(headers "$1"); }
+
+left=$(forgotten "$root")
+[ -z "$left" ] || fail "not reached by <k3/k3.hpp>:
+$left"
+if reached "$root" | grep '^k3/io/'; then fail "<k3/k3.hpp> must not need k3/io"; fi
+
+cp -R "$root/include" "$scratch/include"
+echo '#pragma once' >"$scratch/include/k3/core/planted.hpp"
+[ "$(forgotten "$scratch")" = k3/core/planted.hpp ] || fail "a planted header was not missed"
+
+echo '#include <k3/k3.hpp>' >"$scratch/unit.cpp"
+best=
+for _ in 1 2 3; do
+  start=$(date +%s%N)
+  # shellcheck disable=SC2086
+  $compiler -std=c++20 -O0 -I"$root/include" -c "$scratch/unit.cpp" -o "$scratch/unit.o"
+  took=$((($(date +%s%N) - start) / 1000000))
+  if [ -z "$best" ] || [ "$took" -lt "$best" ]; then best=$took; fi
+done
+echo "note: a unit with only <k3/k3.hpp> compiles in $best ms without optimisation (wanted: below 2000) with $compiler"

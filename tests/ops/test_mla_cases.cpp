@@ -1,0 +1,422 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <limits>
+
+#include <k3/ops/gated_mla_attend.hpp>
+
+#include "ops/mla_problem.hpp"
+
+namespace {
+
+using namespace k3;
+using namespace k3::test;
+
+const double nan_value = std::numeric_limits<double>::quiet_NaN(), infinity = std::numeric_limits<double>::infinity();
+
+template <class T>
+std::vector<T> rows_of(const std::vector<T>& all, size width, size first, size count) {
+  const auto at = all.begin() + static_cast<std::ptrdiff_t>(first * width);
+  return {at, at + static_cast<std::ptrdiff_t>(count * width)};
+}
+
+/// f() must throw an invalid_argument whose text holds all of `parts`.
+template <class F>
+void check_refused(F&& f, std::initializer_list<const char*> parts) {
+  std::string text = "nothing thrown";
+  try {
+    f();
+  } catch (const invalid_argument& e) {
+    text = e.what();
+  }
+  for (const char* part : parts) {
+    INFO("text: " << text << "; must hold: " << part);
+    CHECK(text.find(part) != std::string::npos);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("case 31: scores are scaled by the head's width, position part included", "[mla]") {
+  const MlaConfig g = mla_geometry_of(1, 128, 64, 128, 512);
+  MlaKv<double> kv(g, 1, 2);
+  kv.row(0, 0)[0] = 2;
+  kv.row(0, 0)[512] = 4;
+  kv.row(0, 1)[1] = 1;  // a dot product of 0 and a value that tells the second weight
+  std::vector<double> q(576), out(512);
+  q[0] = 4;                         // the latent part gives 8
+  q[512] = (13.8564065 - 8.0) / 4;  // the position part the rest
+  const std::vector<id> slots{0}, positions{1};
+  for (const Isa isa : {Isa::plain, Isa::avx2, Isa::avx512}) {
+    mla_attend(host{1, isa}, g, view(q, 1, 1, 576), kv.view(), view(slots), view(positions), view(out, 1, 1, 512));
+    check(compare(std::vector<double>{out[0] / 2, out[1]}, std::vector<double>{0.7310586, 0.2689414}, 0, 1e-7));
+  }
+}
+
+TEMPLATE_TEST_CASE("case 32: positions past the last are never read", "[mla]", Fp64, Fp32, Bf16) {
+  using T = typename TestType::activation;
+  const MlaConfig g = mla_geometry_of(3, 20, 12, 28, 40);
+  const MlaInputs<TestType> inputs(MlaProblem(g, 13, 1));
+  for (const Isa isa : {Isa::plain, Isa::avx2, Isa::avx512})
+    for (const size page : {size{16}, size{4}}) {
+      const auto decode = [&](double fill) {
+        ShuffledKv<T> kv(g, 1, 16, page, T(static_cast<float>(fill)));
+        return inputs.decode_all(host{1, isa}, kv.view(), 0, 13);
+      };
+      const auto want = decode(0);
+      check(same_bits(decode(nan_value), want));
+      check(same_bits(decode(infinity), want));
+      for (const T value : want) CHECK(std::isfinite(static_cast<float>(value)));
+    }
+}
+
+TEST_CASE("case 33: offsets do not wrap at 32 bits", "[mla]") {
+  static_assert(mla_row_offset(id{4000000}, 1, 0, 576) == 2304000000u);
+  static_assert(mla_row_offset(id{7456541}, 1, 0, 576) == size{4294967616});
+  CHECK(mla_row_offset(id{7456541}, 64, 7 * 64 + 5, 576) == (size{7456541} * 64 + 5) * 576);
+  // The view computes the same; its memory is never touched here.
+  const std::vector<id> table{4000000, 7456541};
+  const auto* base = reinterpret_cast<const bf16*>(std::uintptr_t{1} << 20);
+  const MlaKvView<const bf16> kv{view(base, size{8000000}, size{1}, size{576}), view(table, 2, 1), 1};
+  CHECK(reinterpret_cast<std::uintptr_t>(kv.row(0, 0)) == (std::uintptr_t{1} << 20) + 2 * size{2304000000});
+  CHECK(reinterpret_cast<std::uintptr_t>(kv.row(1, 0)) == (std::uintptr_t{1} << 20) + 2 * size{4294967616});
+}
+
+TEST_CASE("a cache of a million positions takes memory only as it is written", "[mla]") {
+  const MlaConfig g = MlaConfig::production();
+  MlaKv<bf16> kv(g, 2, 1000000);  // 2.3 GB
+  CHECK(kv.bytes() == size{2} * 1000000 * 576 * 2);
+  kv.row(1, 999999)[575] = bf16(3.0f);
+  CHECK(static_cast<size>(kv.row(1, 999999) - kv.row(0, 0)) == size{1999999} * 576);
+  CHECK(static_cast<float>(kv.row(1, 999998)[0]) == 0.0f);
+  CHECK(reinterpret_cast<std::uintptr_t>(kv.row(0, 0)) % 64 == 0);
+}
+
+TEMPLATE_TEST_CASE("case 34: the gate halves at 0, opens at +30, closes at -30", "[mla]", Fp64, Fp32, Bf16) {
+  using T = typename TestType::activation;
+  MlaProblem problem(mla_geometry_of(3, 20, 12, 28, 40), 5, 2);
+  const auto gated = [&](double gate) {
+    problem.g.mla_use_output_gate = true;
+    problem.gate.assign(problem.gate.size(), gate);
+    return MlaInputs<TestType>(problem).decode_all(host{1}, 5);
+  };
+  problem.g.mla_use_output_gate = false;
+  const auto open = MlaInputs<TestType>(problem).decode_all(host{1}, 5);
+  std::vector<T> half = open;
+  for (T& value : half) value = T(static_cast<float>(static_cast<double>(value) * 0.5));
+  if constexpr (std::is_same_v<T, double>)
+    for (size i = 0; i < half.size(); ++i) half[i] = open[i] * 0.5;
+  check(same_bits(gated(0), half));
+  // sigmoid(30) is 1 - 9e-14, which only a double can tell from 1.
+  if (std::is_same_v<T, double>)
+    check(compare(gated(30), open, 1e-13));
+  else
+    check(same_bits(gated(30), open));
+  const auto closed = gated(-30);
+  for (size i = 0; i < closed.size(); ++i)
+    CHECK(std::abs(static_cast<double>(closed[i])) <= 1e-12 * std::abs(static_cast<double>(open[i])));
+}
+
+TEMPLATE_TEST_CASE("case 35: pages and spare capacity change no bit", "[mla]", Fp64, Fp32, Bf16) {
+  using T = typename TestType::activation;
+  const MlaConfig g = mla_geometry_of(3, 20, 12, 28, 40);
+  for (const size length : {size{1}, size{63}, size{64}, size{65}, size{127}, size{128}, size{129}}) {
+    CAPTURE(length);
+    const MlaInputs<TestType> inputs(MlaProblem(g, length, 3));
+    for (const Isa isa : {Isa::plain, Isa::avx2, Isa::avx512}) {
+      const auto want = inputs.decode_all(host{1, isa}, length);
+      for (const size page : {size{64}, size{4}, size{48}}) {
+        CAPTURE(page);
+        ShuffledKv<T> kv(g, 2, length + 9, page, T(static_cast<float>(nan_value)));
+        check(same_bits(inputs.decode_all(host{1, isa}, kv.view(), 1, length), want));
+        check(same_bits(inputs.decode_all(host{1, isa}, length, length, page), want));
+      }
+      check(same_bits(inputs.decode_all(host{1, isa}, length, 1000), want));
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("cases 46 and 47: sequences in slots do not meet", "[mla]", Fp64, Fp32, Bf16) {
+  using T = typename TestType::activation;
+  const MlaConfig g = mla_geometry_of(3, 20, 12, 28, 40);
+  const MlaInputs<TestType> a(MlaProblem(g, 20, 4)), b(MlaProblem(g, 20, 5));
+  const auto alone_a = a.decode_all(host{1}, 1), alone_b = b.decode_all(host{1}, 1);
+  for (const auto& [slot_a, slot_b] : {std::pair<id, id>{0, 1}, {3, 7}}) {
+    MlaKv<T> kv(g, 8, 20, 8);
+    std::vector<T> got_a, got_b;
+    for (size t = 0; t < 20; ++t) {
+      for (const T value : a.decode(host{1}, g, kv.view(), slot_a, t, 1)) got_a.push_back(value);
+      for (const T value : b.decode(host{1}, g, kv.view(), slot_b, t, 1)) got_b.push_back(value);
+    }
+    check(same_bits(got_a, alone_a));
+    check(same_bits(got_b, alone_b));
+    kv.set_length(static_cast<size>(slot_a), 20);
+    for (size t = 0; t < 20; ++t) std::fill_n(kv.row(static_cast<size>(slot_a), t), kv.width(), T(std::nanf("")));
+    kv.reset(static_cast<size>(slot_a));
+    CHECK(kv.length(static_cast<size>(slot_a)) == 0);
+    check(same_bits(b.decode_all(host{1}, kv.view(), slot_a, 3), alone_b));
+  }
+}
+
+namespace {
+
+/// A batch of rows (sequence, token), -1 for padding whose inputs are NaN, and its output.
+template <class P>
+struct Batch {
+  using T = typename P::activation;
+  MlaConfig g;
+  std::vector<T> q, kv_a, gate, out;
+  std::vector<id> slots, positions;
+
+  Batch(const MlaConfig& geometry, const std::vector<const MlaInputs<P>*>& sequences,
+        const std::vector<std::pair<id, size>>& rows)
+      : g(geometry), out(rows.size() * mla_v_width(g), T(7.0f)) {
+    for (const auto& [sequence, token] : rows) {
+      slots.push_back(sequence);
+      positions.push_back(sequence < 0 ? -5 : static_cast<id>(token));
+      const auto add = [&, s = sequence, t = token](std::vector<T>& to, const std::vector<T> MlaInputs<P>::*from,
+                                                    size n) {
+        const std::vector<T> row =
+            s < 0 ? std::vector<T>(n, T(std::nanf(""))) : rows_of(sequences[static_cast<size>(s)]->*from, n, t, 1);
+        to.insert(to.end(), row.begin(), row.end());
+      };
+      add(q, &MlaInputs<P>::q, mla_q_width(g));
+      add(kv_a, &MlaInputs<P>::kv_a, mla_cache_width(g));
+      add(gate, &MlaInputs<P>::gate, mla_v_width(g));
+    }
+  }
+  void decode(const host& exec, const MlaInputs<P>& weights, MlaKv<T>& kv) {
+    const size n = slots.size();
+    MlaWorkspace<T> workspace(g, n + 2);
+    mla_decode_token(exec, g, view(q, n, mla_q_width(g)), view(kv_a, n, mla_cache_width(g)), view(weights.norm),
+                     view(weights.kv_b, mla_kv_b_rows(g), g.kv_lora_rank), view(gate, n, mla_v_width(g)), view(slots),
+                     view(positions), kv.view(), workspace, view(out, n, mla_v_width(g)));
+  }
+};
+
+}  // namespace
+
+TEMPLATE_TEST_CASE("case 50: a batch gives the bits of its rows alone, padding touches nothing", "[mla]", Fp64, Fp32,
+                   Bf16) {
+  using T = typename TestType::activation;
+  const MlaConfig g = mla_geometry_of(6, 20, 12, 28, 40);
+  MlaInputs<TestType> a(MlaProblem(g, 90, 6)), b(MlaProblem(g, 70, 7));
+  b.norm = a.norm;
+  b.kv_b = a.kv_b;
+  const size width = mla_v_width(g);
+  for (const Isa isa : {Isa::plain, Isa::avx2, Isa::avx512})
+    for (const int threads : {1, 2, 3}) {
+      const host exec{threads, isa};
+      MlaKv<T> kv(g, 2, 90, 16), kv_a(g, 1, 90), kv_b(g, 1, 90);
+      const auto want_a = a.decode_all(host{1, isa}, kv_a.view(), 0, 90);
+      const auto want_b = b.decode_all(host{1, isa}, kv_b.view(), 0, 70);
+      a.decode(exec, g, kv.view(), 0, 0, 85);
+      b.decode(exec, g, kv.view(), 1, 0, 66);
+      Batch<TestType> batch(g, {&a, &b}, {{-1, 0}, {0, 85}, {1, 66}, {0, 86}, {-1, 0}, {1, 67}, {1, 68}, {0, 87}});
+      batch.decode(exec, a, kv);
+      const auto row = [&](size r) { return rows_of(batch.out, width, r, 1); };
+      const std::vector<T> zeros(width);
+      for (const size pad : {size{0}, size{4}}) check(same_bits(row(pad), zeros));
+      check(same_bits(row(1), rows_of(want_a, width, 85, 1)));
+      check(same_bits(row(3), rows_of(want_a, width, 86, 1)));
+      check(same_bits(row(7), rows_of(want_a, width, 87, 1)));
+      check(same_bits(row(2), rows_of(want_b, width, 66, 1)));
+      check(same_bits(row(5), rows_of(want_b, width, 67, 1)));
+      check(same_bits(row(6), rows_of(want_b, width, 68, 1)));
+      for (size t = 0; t < 90; ++t)
+        for (size i = 0; i < kv.width(); ++i) {
+          const bool written = t < 88, written_b = t < 69;
+          REQUIRE(static_cast<double>(kv.row(0, t)[i]) == (written ? static_cast<double>(kv_a.row(0, t)[i]) : 0.0));
+          REQUIRE(static_cast<double>(kv.row(1, t)[i]) == (written_b ? static_cast<double>(kv_b.row(0, t)[i]) : 0.0));
+        }
+      const MlaKv<T> before = kv;
+      Batch<TestType> padding(g, {&a, &b}, {{-1, 0}, {-1, 0}});
+      padding.decode(exec, a, kv);
+      check(same_bits(padding.out, std::vector<T>(2 * width)));
+      CHECK(std::memcmp(before.row(0, 0), static_cast<const MlaKv<T>&>(kv).row(0, 0), kv.bytes()) == 0);
+    }
+}
+
+TEST_CASE("a copied cache goes its own way", "[mla]") {
+  const MlaConfig g = mla_geometry_of(2, 8, 4, 8, 12);
+  const MlaInputs<Fp32> inputs(MlaProblem(g, 20, 8));
+  MlaKv<float> kv(g, 1, 600, 8);  // larger than the pieces in which a copy looks for what was written
+  inputs.decode(host{1}, g, kv.view(), 0, 0, 15);
+  kv.set_length(0, 15);
+  MlaKv<float> copy = kv;
+  CHECK(copy.length(0) == 15);
+  CHECK(copy.capacity() == 600);
+  CHECK(std::memcmp(copy.row(0, 0), kv.row(0, 0), kv.bytes()) == 0);
+  const MlaKv<float> before = kv;
+  check(
+      same_bits(inputs.decode(host{1}, g, copy.view(), 0, 15, 5), rows_of(inputs.decode_all(host{1}, 20), 16, 15, 5)));
+  CHECK(std::memcmp(before.row(0, 0), kv.row(0, 0), kv.bytes()) == 0);
+  const MlaKv<float> moved = std::move(copy);
+  CHECK(moved.length(0) == 15);
+}
+
+TEST_CASE("MLA refuses what its arguments show to be wrong and changes nothing", "[mla]") {
+  const MlaConfig g = mla_geometry_of(2, 8, 4, 6, 10);
+  const MlaInputs<Fp32> in(MlaProblem(g, 5, 9));
+  const size q_width = 24, a_width = 14, v_width = 12;
+  MlaKv<float> kv(g, 2, 16, 4);
+  const MlaKv<float> before = kv;
+  std::vector<float> out(3 * v_width, 7.0f);
+  const std::vector<float> untouched = out;
+  MlaWorkspace<float> workspace(g, 3);
+
+  struct Call {
+    MlaConfig g;
+    View<const float, 2> q, kv_a;
+    View<const float, 1> norm;
+    AnyMatrix<> kv_b;
+    View<const float, 2> gate;
+    std::vector<id> slots{0, 0, 1}, positions{0, 1, 0};
+    MlaKvView<float> kv;
+    MlaWorkspace<float>* workspace;
+    View<float, 2> out;
+  };
+  const Call good{g,
+                  view(in.q.data(), 3, q_width),
+                  view(in.kv_a.data(), 3, a_width),
+                  view(in.norm),
+                  AnyMatrix<>(view(in.kv_b, 28, 10)),
+                  view(in.gate.data(), 3, v_width),
+                  {0, 0, 1},
+                  {0, 1, 0},
+                  kv.view(),
+                  &workspace,
+                  view(out, 3, v_width)};
+  const auto refused = [&](auto&& change, std::initializer_list<const char*> parts) {
+    Call call = good;
+    change(call);
+    check_refused(
+        [&] {
+          mla_decode_token(host{1}, call.g, call.q, call.kv_a, call.norm, call.kv_b, call.gate, view(call.slots),
+                           view(call.positions), call.kv, *call.workspace, call.out);
+        },
+        parts);
+    CHECK(std::memcmp(before.row(0, 0), static_cast<const MlaKv<float>&>(kv).row(0, 0), kv.bytes()) == 0);
+    check(same_bits(out, untouched));
+  };
+  refused([](Call& c) { c.q.extents[1] = 23; }, {"mla_decode_token: q is [3, 23], expected [3, 24]"});
+  refused([](Call& c) { c.q.extents[0] = 2; }, {"q is [2, 24]"});
+  refused([](Call& c) { c.kv_a.extents[1] = 13; }, {"kv_a is [3, 13], expected [3, 14]"});
+  refused([](Call& c) { c.norm.extents[0] = 9; }, {"kv_a_layernorm's length is 9, expected 10"});
+  refused([](Call& c) { c.kv_b.extents[0] = 27; }, {"kv_b is [27, 10], expected [28, 10]"});
+  refused([](Call& c) { c.kv_b = {}; }, {"kv_b is absent"});
+  refused([](Call& c) { c.kv_b.type = ElementType::mxfp4; }, {"kv_b is MXFP4"});
+  refused([](Call& c) { c.gate.extents[1] = 11; }, {"gate is [3, 11]"});
+  refused([](Call& c) { c.gate = {}; }, {"gate is absent, expected a gate"});
+  refused([](Call& c) { c.g.mla_use_output_gate = false; }, {"gate is given", "mla_use_output_gate is false"});
+  refused([](Call& c) { c.g.mla_use_nope = false; }, {"geometry.mla_use_nope is false"});
+  refused([](Call& c) { c.g.heads = 0; }, {"geometry.heads is 0"});
+  refused([](Call& c) { c.g.norm_eps = -1; }, {"norm_eps"});
+  refused([](Call& c) { c.out.extents[1] = 11; }, {"out is [3, 11]"});
+  refused([](Call& c) { c.positions.pop_back(); }, {"positions is [2], expected [3]"});
+  refused([](Call& c) { c.slots[2] = 2; }, {"slots[2] is 2, expected pad_slot or below 2"});
+  refused([](Call& c) { c.slots[0] = -2; }, {"slots[0] is -2"});
+  refused([](Call& c) { c.positions[2] = 16; }, {"positions[2] is 16", "capacity of 16 positions (cache full)"});
+  refused([](Call& c) { c.positions[2] = -1; }, {"positions[2] is -1"});
+  refused([](Call& c) { c.positions[1] = 2; }, {"positions[1] is 2, expected one more than 0"});
+  refused([](Call& c) { c.positions[1] = 0; }, {"positions[1] is 0"});
+  refused(
+      [](Call& c) {
+        c.slots = {0, 1, 0};
+        c.positions = {3, 0, 3};
+      },
+      {"positions[2] is 3, expected one more than 3"});
+  refused([](Call& c) { c.kv.pages.extents[2] = 13; }, {"kv.pages is [8, 4, 13], expected [8, 4, 14]"});
+  refused([](Call& c) { c.kv.page_size = 0; }, {"kv.page_size is 0"});
+  refused([](Call& c) { c.kv.pages.extents[0] = 4; }, {"block_table of row [2] is 4, expected a page below 4"});
+  const std::vector<id> negative{0, 1, -1, 3, 4, 5, 6, 7};
+  refused(
+      [&](Call& c) {
+        c.kv.block_table = view(negative.data(), 2, 4);
+        c.positions = {12, 13, 0};
+      },
+      {"is -1"});
+  MlaWorkspace<float> small(g, 2), other(mla_geometry_of(2, 8, 4, 6, 11), 3);
+  refused([&](Call& c) { c.workspace = &small; }, {"workspace's max_rows is 2, expected 3"});
+  refused([&](Call& c) { c.workspace = &other; }, {"workspace's width is 15, expected 14"});
+  refused(
+      [&](Call& c) {
+        c.q = view(static_cast<const float*>(out.data()), 1, q_width);
+        c.slots = {0};
+        c.positions = {0};
+        c.kv_a.extents[0] = c.gate.extents[0] = c.out.extents[0] = 1;
+      },
+      {"out is overlapping q"});
+  refused([&](Call& c) { c.kv_a = view(static_cast<const float*>(kv.row(0, 0)), 3, a_width); },
+          {"kv.pages is overlapping kv_a"});
+  refused([&](Call& c) { c.out = view(kv.row(0, 0), 3, v_width); }, {"out is overlapping kv.pages"});
+  refused([&](Call& c) { c.gate = view(static_cast<const float*>(out.data()) + 1, 3, v_width); },
+          {"out is overlapping gate"});
+}
+
+TEST_CASE("the parts of MLA name themselves and what is wrong", "[mla]") {
+  const MlaConfig g = mla_geometry_of(2, 8, 4, 6, 10);
+  MlaKv<float> kv(g, 1, 4);
+  std::vector<float> big(1000);
+  const std::vector<id> slots{0}, positions{0}, late{4};
+  MlaConfig rope = g, odd = g;
+  rope.mla_use_nope = odd.mla_use_nope = false;
+  odd.qk_rope_head_dim = 3;
+  const auto f = [&](auto... n) { return view(big.data(), static_cast<size>(n)...); };
+  const auto append = [&](const MlaConfig& c, const std::vector<id>& p, float eps) {
+    mla_append(host{1}, c, f(1, 14), f(10), eps, view(slots), view(p), kv.view());
+  };
+  check_refused([&] { append(g, late, 1e-6f); }, {"mla_append", "capacity of 4", "cache full"});
+  check_refused([&] { append(g, positions, -1.0f); }, {"mla_append", "norm_eps"});
+  check_refused([&] { append(rope, positions, 1e-6f); }, {"mla_append", "mla_use_nope"});
+  const auto attend = [&](const MlaConfig& c, auto q, auto o, const std::vector<id>& p) {
+    mla_attend(host{1}, c, q, kv.view(), view(slots), view(p), o);
+  };
+  const auto o = view(big.data() + 100, 1, 2, 10);
+  check_refused([&] { attend(g, f(1, 2, 13), o, positions); },
+                {"mla_attend: q_latent is [1, 2, 13], expected [1, 2, 14]"});
+  check_refused([&] { attend(g, f(1, 2, 14), f(1, 2, 9), positions); }, {"o_latent is [1, 2, 9]"});
+  check_refused([&] { attend(g, f(1, 2, 14), f(1, 2, 10), positions); }, {"o_latent is overlapping q_latent"});
+  check_refused([&] { attend(g, f(1, 2, 14), view(kv.row(0, 0), 1, 2, 10), positions); }, {"overlapping kv.pages"});
+  check_refused([&] { attend(g, f(1, 2, 14), o, late); }, {"mla_attend: positions[0] is 4"});
+  check_refused([&] { attend(rope, f(1, 2, 14), o, positions); }, {"mla_attend", "mla_use_nope"});
+  const auto absorb = [&](const MlaConfig& c, auto q, auto w, auto to) { mla_absorb_query(host{1}, c, q, w, to); };
+  const auto w = view(big.data() + 200, 28, 10);
+  const auto to = view(big.data() + 500, 1, 2, 14);
+  check_refused([&] { absorb(g, f(1, 23), w, to); }, {"mla_absorb_query: q is [1, 23], expected [1, 24]"});
+  check_refused([&] { absorb(g, f(1, 24), f(28, 9), to); }, {"mla_absorb_query: kv_b is [28, 9]"});
+  check_refused([&] { absorb(g, f(1, 24), w, f(1, 2, 14)); }, {"q_latent is overlapping q"});
+  check_refused([&] { absorb(g, f(1, 24), w, view(big.data() + 470, 1, 2, 14)); }, {"q_latent is overlapping kv_b"});
+  check_refused([&] { absorb(rope, f(1, 24), w, to); }, {"mla_absorb_query", "mla_use_nope"});
+  const auto expand = [&](auto from, auto weight, auto result) { mla_expand_values(host{1}, g, from, weight, result); };
+  const auto v = view(big.data() + 500, 1, 12);
+  check_refused([&] { expand(f(1, 2, 9), w, v); }, {"mla_expand_values: o_latent is [1, 2, 9]"});
+  check_refused([&] { expand(f(1, 2, 10), w, f(1, 12)); }, {"out is overlapping o_latent"});
+  check_refused([&] { expand(f(1, 2, 10), w, view(big.data() + 470, 1, 12)); }, {"out is overlapping kv_b"});
+  check_refused([&] { expand(f(1, 2, 10), w, view(big.data() + 500, 1, 11)); }, {"out is [1, 11]"});
+  check_refused([&] { mla_output_gate(host{1}, f(1, 12), v, view(big.data() + 4, 1, 12)); }, {"out is overlapping x"});
+  check_refused([&] { mla_output_gate(host{1}, f(1, 12), f(1, 11), v); }, {"mla_output_gate: gate is [1, 11]"});
+  check_refused([&] { MlaKv<float>(g, 0, 4); }, {"slots is 0"});
+  check_refused([&] { MlaKv<float>(g, 1, 0); }, {"capacity is 0"});
+  check_refused([&] { kv.set_length(0, 5); }, {"length is 5"});
+  check_refused([&] { kv.set_length(1, 0); }, {"slot is 1"});
+  check_refused([&] { kv.row(0, 4); }, {"position is 4"});
+
+  MlaExpandedKv<float> expanded(g, 1);
+  const auto token = [&](const MlaConfig& c, MlaExpandedKv<float>& cache, View<const float, 1> gate) {
+    const size rope_dim = c.qk_rope_head_dim;
+    mla_decode_token(host{1}, c, f(2 * (8 + rope_dim)), f(2 * (8 + rope_dim)), f(12), gate, cache, 0, 1e4,
+                     view(big.data() + 500, 12));
+  };
+  MlaExpandedKv<float> odd_cache(odd, 1);
+  check_refused([&] { token(odd, odd_cache, f(12)); }, {"mla_decode_token: geometry.qk_rope_head_dim is 3", "even"});
+  CHECK(odd_cache.length() == 0);
+  check_refused([&] { token(g, expanded, {}); }, {"gate is absent"});
+  check_refused([&] { token(odd, expanded, f(12)); }, {"qk_rope_head_dim"});
+  CHECK(expanded.length() == 0);
+  token(g, expanded, f(12));
+  check_refused([&] { token(g, expanded, f(12)); }, {"capacity of 1 positions (cache full)"});
+  check_refused(
+      [&] {
+        gated_mla_attend(host{1}, g, f(2, 24), f(2, 23), f(2, 12), f(2, 12), 0, 1e4, view(big.data() + 500, 2, 12));
+      },
+      {"gated_mla_attend: k is [2, 23]"});
+}
