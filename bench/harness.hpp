@@ -16,8 +16,8 @@
 #include <immintrin.h>
 #endif
 
-// Timing of host operations: median and spread over repetitions, buffers that rotate through more memory than the caches
-// hold, a read ceiling measured in the same run, and a table or one JSON object on standard output.
+// Timing of host operations: median and spread over repetitions, buffers that rotate through more memory than the
+// caches hold, a read ceiling measured in the same run, and a table or one JSON object on standard output.
 namespace k3::bench {
 
 struct Timing {
@@ -39,7 +39,9 @@ Timing measure(double seconds, int most, Body&& body) {
   } while (times.size() < 5 || (static_cast<int>(times.size()) < most &&
                                 std::chrono::duration<double>(clock::now() - begin).count() < seconds));
   std::sort(times.begin(), times.end());
-  const auto at = [&](double share) { return times[static_cast<std::size_t>(share * static_cast<double>(times.size() - 1))]; };
+  const auto at = [&](double share) {
+    return times[static_cast<std::size_t>(share * static_cast<double>(times.size() - 1))];
+  };
   return {at(0.5), at(0.1), at(0.9), static_cast<int>(times.size())};
 }
 
@@ -47,7 +49,8 @@ Timing measure(double seconds, int most, Body&& body) {
 /// cache. Seen as bf16 or float its elements are of either sign with magnitudes in [0.5, 1).
 class RotatingPool {
  public:
-  explicit RotatingPool(std::size_t bytes) : bytes_(bytes), memory_(static_cast<std::uint64_t*>(std::aligned_alloc(4096, bytes))) {
+  explicit RotatingPool(std::size_t bytes)
+      : bytes_(bytes), memory_(static_cast<std::uint64_t*>(std::aligned_alloc(4096, bytes))) {
     std::uint64_t state = 0x9e3779b97f4a7c15u;
     for (std::size_t i = 0; i < bytes / 8; ++i) {
       state ^= state << 13, state ^= state >> 7, state ^= state << 17;
@@ -141,15 +144,16 @@ class Report {
 
   void ceiling(int threads, double bytes_per_second) {
     ceilings_.emplace_back(threads, bytes_per_second);
-    if (!json_) std::printf("read ceiling, %d thread%s: %.1f GB/s\n", threads, threads == 1 ? "" : "s", bytes_per_second * 1e-9);
+    if (!json_)
+      std::printf("read ceiling, %d thread%s: %.1f GB/s\n", threads, threads == 1 ? "" : "s", bytes_per_second * 1e-9);
   }
 
   void add(const Result& r) {
     results_.push_back(r);
     if (json_) return;
     std::printf("%-22s %-20s %-7s %3d %11.1f %10.1f..%9.1f %8.2f %8.2f %6.1f%%\n", r.operation.c_str(), r.shape.c_str(),
-                r.isa.c_str(), r.threads, r.time.median_us, r.time.low_us, r.time.high_us, r.gigabytes(), r.gigaweights(),
-                r.percent());
+                r.isa.c_str(), r.threads, r.time.median_us, r.time.low_us, r.time.high_us, r.gigabytes(),
+                r.gigaweights(), r.percent());
     std::fflush(stdout);
   }
 
@@ -157,15 +161,17 @@ class Report {
     if (!json_) return;
     std::printf("{\"read_ceiling\": [");
     for (std::size_t i = 0; i < ceilings_.size(); ++i)
-      std::printf("%s{\"threads\": %d, \"gb_per_s\": %.3f}", i ? ", " : "", ceilings_[i].first, ceilings_[i].second * 1e-9);
+      std::printf("%s{\"threads\": %d, \"gb_per_s\": %.3f}", i ? ", " : "", ceilings_[i].first,
+                  ceilings_[i].second * 1e-9);
     std::printf("], \"results\": [");
     for (std::size_t i = 0; i < results_.size(); ++i) {
       const Result& r = results_[i];
-      std::printf("%s\n{\"operation\": \"%s\", \"shape\": \"%s\", \"isa\": \"%s\", \"threads\": %d, \"median_us\": %.3f, "
-                  "\"p10_us\": %.3f, \"p90_us\": %.3f, \"repetitions\": %d, \"gb_per_s\": %.3f, \"gweights_per_s\": %.3f, "
-                  "\"percent_of_read\": %.2f}",
-                  i ? "," : "", r.operation.c_str(), r.shape.c_str(), r.isa.c_str(), r.threads, r.time.median_us,
-                  r.time.low_us, r.time.high_us, r.time.repetitions, r.gigabytes(), r.gigaweights(), r.percent());
+      std::printf(
+          "%s\n{\"operation\": \"%s\", \"shape\": \"%s\", \"isa\": \"%s\", \"threads\": %d, \"median_us\": %.3f, "
+          "\"p10_us\": %.3f, \"p90_us\": %.3f, \"repetitions\": %d, \"gb_per_s\": %.3f, \"gweights_per_s\": %.3f, "
+          "\"percent_of_read\": %.2f}",
+          i ? "," : "", r.operation.c_str(), r.shape.c_str(), r.isa.c_str(), r.threads, r.time.median_us, r.time.low_us,
+          r.time.high_us, r.time.repetitions, r.gigabytes(), r.gigaweights(), r.percent());
     }
     std::printf("]}\n");
   }

@@ -9,6 +9,8 @@ namespace {
 
 using namespace k3;
 
+using sizes = std::initializer_list<size>;
+
 struct Shape {
   size rows, columns;
 };
@@ -23,20 +25,25 @@ struct Setting {
 };
 
 template <class MakeWeight>
-bench::Result time_linear(const char* name, const Setting& setting, Shape s, size batch, double bytes, MakeWeight make) {
+bench::Result time_linear(const char* name, const Setting& setting, Shape s, size batch, double bytes,
+                          MakeWeight make) {
   std::vector<bf16> x(batch * s.columns, bf16(0.5f)), out(batch * s.rows);
-  const auto time = bench::measure(0.4, 200, [&](int) {
-    linear(setting.exec, view(x, batch, s.columns), make(), view(out, batch, s.rows));
-  });
-  return {name, shape_name(s, batch), bench::isa_name(setting.exec.isa), setting.exec.threads, time, bytes,
-          static_cast<double>(s.rows * s.columns), setting.ceiling};
+  const auto time = bench::measure(
+      0.4, 200, [&](int) { linear(setting.exec, view(x, batch, s.columns), make(), view(out, batch, s.rows)); });
+  return {name,
+          shape_name(s, batch),
+          bench::isa_name(setting.exec.isa),
+          setting.exec.threads,
+          time,
+          bytes,
+          static_cast<double>(s.rows * s.columns),
+          setting.ceiling};
 }
 
 void run_shape(bench::Report& report, bench::RotatingPool& pool, const Setting& setting, Shape s, size batch) {
   const size weights = s.rows * s.columns;
-  report.add(time_linear("linear bf16", setting, s, batch, static_cast<double>(weights * 2), [&] {
-    return view(pool.next<bf16>(weights * 2), s.rows, s.columns);
-  }));
+  report.add(time_linear("linear bf16", setting, s, batch, static_cast<double>(weights * 2),
+                         [&] { return view(pool.next<bf16>(weights * 2), s.rows, s.columns); }));
   report.add(time_linear("linear mxfp4", setting, s, batch, static_cast<double>(weights / 32 * 17), [&] {
     const std::uint8_t* packed = pool.next<std::uint8_t>(weights / 2);
     const std::uint8_t* scale = pool.next<std::uint8_t>(weights / 32);  // bytes 0..127 and 191
@@ -55,9 +62,10 @@ void run_absorb(bench::Report& report, bench::RotatingPool& pool, const Setting&
                         view(weight + h * rows * columns, rows, columns),
                         View<bf16, 2>{out.data() + h * columns, {batch, columns}, {heads * columns, 1}});
   });
-  report.add({"linear_transposed bf16", "96x(" + shape_name({rows, columns}, batch) + ")", bench::isa_name(setting.exec.isa),
-              setting.exec.threads, time, static_cast<double>(heads * rows * columns * 2),
-              static_cast<double>(heads * rows * columns), setting.ceiling});
+  report.add({"linear_transposed bf16", "96x(" + shape_name({rows, columns}, batch) + ")",
+              bench::isa_name(setting.exec.isa), setting.exec.threads, time,
+              static_cast<double>(heads * rows * columns * 2), static_cast<double>(heads * rows * columns),
+              setting.ceiling});
 }
 
 }  // namespace
@@ -72,7 +80,7 @@ int main(int argc, char** argv) {
     for (const Isa isa : {Isa::avx512, Isa::avx2}) {
       if (isa > best_isa()) continue;
       const Setting setting{host{.threads = threads, .isa = isa}, ceiling};
-      for (const size batch : {1, 4, 16}) {
+      for (const size batch : sizes{1, 4, 16}) {
         for (const Shape s : {Shape{7168, 7168}, Shape{3072, 3584}}) run_shape(report, pool, setting, s, batch);
         run_absorb(report, pool, setting, batch);
       }

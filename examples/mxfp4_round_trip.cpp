@@ -39,10 +39,16 @@ int main() {
   k3::quantize_mxfp4(k3::host{}, k3::view(back, rows, columns), k3::view(again, rows, columns / 2),
                      k3::view(again_scale, rows, columns / 32));
   double worst = 0;  // as a share of the bound
-  for (std::size_t i = 0; i < matrix.size(); ++i) {
-    const double value = std::abs(static_cast<double>(matrix[i])), step = std::ldexp(1.0, scale[i / 32] - 127);
-    const double bound = value > 6 * step ? value / 4 : std::fmax(value / 5, step / 4);
-    worst = std::fmax(worst, std::abs(static_cast<double>(matrix[i]) - static_cast<double>(back[i])) / bound);
+  for (std::size_t group = 0; group < matrix.size(); group += 32) {
+    double largest = 0;
+    for (std::size_t i = group; i < group + 32; ++i)
+      largest = std::fmax(largest, std::abs(static_cast<double>(matrix[i])));
+    const double step = std::exp2(std::floor(std::log2(largest)) - 2);  // the scale that the rule asks for
+    for (std::size_t i = group; i < group + 32; ++i) {
+      const double value = matrix[i], error = std::abs(value - static_cast<double>(back[i]));
+      const bool ends = std::abs(value) > 6 * step;  // beyond the largest code
+      worst = std::fmax(worst, error / (ends ? std::abs(value) / 4 : std::fmax(std::abs(value) / 5, step / 4)));
+    }
   }
   const bool stable = again == packed && again_scale == scale, same = from_packed == from_dense;
   std::printf("error at most %.2f of the bound; stable: %s; product from the packed form: %s\n", worst,

@@ -27,7 +27,8 @@ double pattern_value(unsigned bits) {
   return bits & 0x8000u ? -magnitude : magnitude;
 }
 
-/// Nearest pattern, ties to the even one, by bisection over the positive finite patterns; infinity from 2^128 - 2^119 on.
+/// Nearest pattern, ties to the even one, by bisection over the positive finite patterns; infinity from 2^128 - 2^119
+/// on.
 unsigned nearest_pattern(double value) {
   const unsigned sign = std::signbit(value) ? 0x8000u : 0u;
   const double magnitude = std::fabs(value);

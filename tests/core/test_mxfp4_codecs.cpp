@@ -48,12 +48,14 @@ TEST_CASE("e8m0: every byte", "[mxfp4]") {
 
 TEST_CASE("e2m1: encoding goes to the nearest value, ties to the even code", "[mxfp4]") {
   const auto check = [](float value) {
-    const unsigned expected = nearest_magnitude(std::fabs(static_cast<double>(value))) | (std::signbit(value) ? 8u : 0u);
+    const unsigned expected =
+        nearest_magnitude(std::fabs(static_cast<double>(value))) | (std::signbit(value) ? 8u : 0u);
     const unsigned got = e2m1_encode(value);
     INFO("value " << value << ", code " << got << ", expected " << expected);
     REQUIRE(got == expected);
   };
-  for (const float limit : {0.0f, 0.25f, 0.5f, 0.75f, 1.0f, 1.25f, 1.5f, 1.75f, 2.0f, 2.5f, 3.0f, 3.5f, 4.0f, 5.0f, 6.0f, 7.0f})
+  for (const float limit :
+       {0.0f, 0.25f, 0.5f, 0.75f, 1.0f, 1.25f, 1.5f, 1.75f, 2.0f, 2.5f, 3.0f, 3.5f, 4.0f, 5.0f, 6.0f, 7.0f})
     for (const float sign : {1.0f, -1.0f}) {
       check(sign * limit);
       check(sign * std::nextafter(limit, 100.0f));

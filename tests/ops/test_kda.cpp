@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // KDA on the host: fixtures, the definition in double, geometries, vector versions, batches, errors.
 
+#include <algorithm>
+
 #include <k3/geometry/presets.hpp>
 #include <k3/ops/gated_rms_norm.hpp>
 #include <k3/ops/kda_decode_token.hpp>

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <cmath>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <random>
 #include <string>
@@ -15,6 +16,8 @@
 using namespace k3;
 
 namespace {
+
+using sizes = std::initializer_list<size>;
 
 std::vector<Isa> vector_isas() {
   std::vector<Isa> result;
@@ -88,8 +91,8 @@ Worst worst_error(const std::vector<X>& x, W weight, const std::vector<Out>& out
 
 void check_worst(const Worst& worst, double bound_terms, double bound_largest) {
   INFO("worst element [" << worst.b << ", " << worst.n << "]: " << worst.got << " for " << worst.expected << ", "
-       << worst.to_terms << " of the terms' sum (bound " << bound_terms << "), " << worst.to_largest
-       << " of the largest result (bound " << bound_largest << ")");
+                         << worst.to_terms << " of the terms' sum (bound " << bound_terms << "), " << worst.to_largest
+                         << " of the largest result (bound " << bound_largest << ")");
   CHECK(worst.to_terms <= bound_terms);
   CHECK(worst.to_largest <= bound_largest);
 }
@@ -100,7 +103,8 @@ void check_same_bits(const std::vector<T>& a, const std::vector<T>& b) {
   size first = 0;
   while (first < a.size() && std::memcmp(&a[first], &b[first], sizeof(T)) == 0) ++first;
   if (first < a.size())
-    FAIL_CHECK("element " << first << ": " << static_cast<double>(a[first]) << " and " << static_cast<double>(b[first]));
+    FAIL_CHECK("element " << first << ": " << static_cast<double>(a[first]) << " and "
+                          << static_cast<double>(b[first]));
 }
 
 template <class Out, class X, class Weight>
@@ -124,7 +128,7 @@ const std::vector<size> odd_columns = {1, 2, 31, 32, 63, 64, 65, 96, 127, 129, 6
 TEST_CASE("linear: float and bf16 against sums in double", "[linear]") {
   for (const Isa isa : all_isas())
     for (const size columns : odd_columns)
-      for (const size batch : {1, 2, 3, 4, 5, 9, 19}) {
+      for (const size batch : sizes{1, 2, 3, 4, 5, 9, 19}) {
         const size rows = columns > 1000 ? 19 : 37;
         CAPTURE(static_cast<int>(isa), columns, batch);
         const auto x = random_values<float>(batch * columns, 1);
@@ -132,27 +136,33 @@ TEST_CASE("linear: float and bf16 against sums in double", "[linear]") {
         const auto wb = random_values<bf16>(rows * columns, 3);
         const host exec{.threads = 1, .isa = isa};
         const auto f = product<float>(exec, x, view(w, rows, columns), batch, rows);
-        check_worst(worst_error(x, [&](size n, size k) { return w[n * columns + k]; }, f, batch, rows, columns), 4e-7, 1.2e-6);
-        const auto b = product<float>(exec, x, view(wb, rows, columns), batch, rows);
-        check_worst(worst_error(x, [&](size n, size k) { return static_cast<double>(wb[n * columns + k]); }, b, batch, rows, columns),
+        check_worst(worst_error(
+                        x, [&](size n, size k) { return w[n * columns + k]; }, f, batch, rows, columns),
                     4e-7, 1.2e-6);
+        const auto b = product<float>(exec, x, view(wb, rows, columns), batch, rows);
+        check_worst(
+            worst_error(
+                x, [&](size n, size k) { return static_cast<double>(wb[n * columns + k]); }, b, batch, rows, columns),
+            4e-7, 1.2e-6);
       }
 }
 
 TEST_CASE("linear: accuracy at the model's widths", "[linear]") {
   for (const Isa isa : all_isas())
     for (const bool positive : {false, true})
-      for (const size columns : {7168, 12288, 33792}) {
+      for (const size columns : sizes{7168, 12288, 33792}) {
         CAPTURE(static_cast<int>(isa), columns, positive);
         const size rows = 48, batch = 4;
         const auto x = random_values<float>(batch * columns, 4, positive);
         const auto w = random_values<bf16>(rows * columns, 5, positive);
         const auto out = product<float>({.threads = 1, .isa = isa}, x, view(w, rows, columns), batch, rows);
-        const Worst worst = worst_error(x, [&](size n, size k) { return static_cast<double>(w[n * columns + k]); }, out,
-                                        batch, rows, columns);
+        const Worst worst = worst_error(
+            x, [&](size n, size k) { return static_cast<double>(w[n * columns + k]); }, out, batch, rows, columns);
         // The plain version has 16 sums in place of 64, each four times as long.
-        if (isa == Isa::plain) check_worst(worst, positive ? 1.5e-6 : 8e-8, 2.5e-6);
-        else check_worst(worst, positive ? 5e-7 : 4e-8, 1.5e-6);
+        if (isa == Isa::plain)
+          check_worst(worst, positive ? 1.5e-6 : 8e-8, 2.5e-6);
+        else
+          check_worst(worst, positive ? 5e-7 : 4e-8, 1.5e-6);
       }
 }
 
@@ -163,14 +173,22 @@ TEST_CASE("linear: every element type of x, weight and out", "[linear]") {
   const auto xf = random_values<float>(batch * columns, 6), wf = random_values<float>(rows * columns, 7);
   const auto xb = random_values<bf16>(batch * columns, 6), wb = random_values<bf16>(rows * columns, 7);
   const auto at = [&](const auto& values) {
-    return [&values, columns](size n, size k) { return static_cast<double>(values[n * columns + k]); };
+    return [&](size n, size k) { return static_cast<double>(values[n * columns + k]); };
   };
   for (const Isa isa : all_isas()) {
     const host exec{.threads = 1, .isa = isa};
-    check_worst(worst_error(x, at(w), product<double>(exec, x, view(w, rows, columns), batch, rows), batch, rows, columns), 1e-15, 1e-14);
-    check_worst(worst_error(xf, at(w), product<double>(exec, xf, view(w, rows, columns), batch, rows), batch, rows, columns), 1e-15, 1e-14);
-    check_worst(worst_error(x, at(wb), product<double>(exec, x, view(wb, rows, columns), batch, rows), batch, rows, columns), 1e-15, 1e-14);
-    check_worst(worst_error(xb, at(wf), product<float>(exec, xb, view(wf, rows, columns), batch, rows), batch, rows, columns), 4e-7, 1.2e-6);
+    check_worst(
+        worst_error(x, at(w), product<double>(exec, x, view(w, rows, columns), batch, rows), batch, rows, columns),
+        1e-15, 1e-14);
+    check_worst(
+        worst_error(xf, at(w), product<double>(exec, xf, view(w, rows, columns), batch, rows), batch, rows, columns),
+        1e-15, 1e-14);
+    check_worst(
+        worst_error(x, at(wb), product<double>(exec, x, view(wb, rows, columns), batch, rows), batch, rows, columns),
+        1e-15, 1e-14);
+    check_worst(
+        worst_error(xb, at(wf), product<float>(exec, xb, view(wf, rows, columns), batch, rows), batch, rows, columns),
+        4e-7, 1.2e-6);
     // A bf16 result is the float result rounded once.
     const auto f = product<float>(exec, xb, view(wb, rows, columns), batch, rows);
     const auto b = product<bf16>(exec, xb, view(wb, rows, columns), batch, rows);
@@ -182,14 +200,16 @@ TEST_CASE("linear: every element type of x, weight and out", "[linear]") {
     // MXFP4 in double.
     const Mxfp4Data m(rows, 192, 8);
     const std::vector<double> x192(x.begin(), x.begin() + 192 * 3);
-    check_worst(worst_error(x192, [&](size n, size k) { return m.value(n, k); }, product<double>(exec, x192, m.matrix(), 3, rows), 3, rows, 192),
+    check_worst(worst_error(
+                    x192, [&](size n, size k) { return m.value(n, k); },
+                    product<double>(exec, x192, m.matrix(), 3, rows), 3, rows, 192),
                 1e-15, 1e-14);
   }
 }
 
 TEST_CASE("linear: avx2, avx512, thread counts and batches give the same bits", "[linear]") {
   for (const size columns : odd_columns)
-    for (const size rows : {1, 3, 16, 100}) {
+    for (const size rows : sizes{1, 3, 16, 100}) {
       CAPTURE(columns, rows);
       const size batch = 23;
       const auto x = random_values<bf16>(batch * columns, 9);
@@ -206,7 +226,7 @@ TEST_CASE("linear: avx2, avx512, thread counts and batches give the same bits", 
       for (const Isa isa : all_isas()) {
         const auto whole = product<float>({1, isa}, x, view(w, rows, columns), batch, rows);
         for (size b = 0; b < batch; ++b)
-          for (const size count : {1, 2, 3, 4, 6}) {
+          for (const size count : sizes{1, 2, 3, 4, 6}) {
             if (b + count > batch) continue;
             const std::vector<bf16> part_x(&x[b * columns], &x[b * columns] + count * columns);
             const std::vector<float> part(&whole[b * rows], &whole[b * rows] + count * rows);
@@ -232,8 +252,8 @@ TEST_CASE("linear: threads share large products without changing a bit", "[linea
 }
 
 TEST_CASE("linear: an MXFP4 product has the bits of dequantise, then multiply", "[linear][mxfp4]") {
-  for (const size columns : {32, 64, 96, 640, 4096 + 32, 8192 + 96})
-    for (const size batch : {1, 2, 7, 33}) {
+  for (const size columns : sizes{32, 64, 96, 640, 4096 + 32, 8192 + 96})
+    for (const size batch : sizes{1, 2, 7, 33}) {
       const size rows = 21;
       CAPTURE(columns, batch);
       const Mxfp4Data m(rows, columns, 15);
@@ -243,7 +263,9 @@ TEST_CASE("linear: an MXFP4 product has the bits of dequantise, then multiply", 
       for (const Isa isa : all_isas()) {
         const auto packed = product<float>({1, isa}, x, m.matrix(), batch, rows);
         check_same_bits(packed, product<float>({1, isa}, x, view(w, rows, columns), batch, rows));
-        check_worst(worst_error(x, [&](size n, size k) { return m.value(n, k); }, packed, batch, rows, columns), 4e-7, 1.2e-6);
+        check_worst(worst_error(
+                        x, [&](size n, size k) { return m.value(n, k); }, packed, batch, rows, columns),
+                    4e-7, 1.2e-6);
       }
       const auto best = product<float>({1}, x, m.matrix(), batch, rows);
       for (const Isa isa : vector_isas()) check_same_bits(product<float>({1, isa}, x, m.matrix(), batch, rows), best);
@@ -311,7 +333,8 @@ TEST_CASE("linear: empty shapes", "[linear]") {
     out.assign(6, 5.0f);
     linear({1, isa}, view(x.data(), 0, 4), view(x.data(), 2, 4), view(out.data(), 0, 2));
     linear({1, isa}, view(x.data(), 3, 4), view(x.data(), 0, 4), view(out.data(), 3, 0));
-    linear({1, isa}, view(static_cast<const float*>(nullptr), 0, 0), view(static_cast<const float*>(nullptr), 0, 0), view(static_cast<float*>(nullptr), 0, 0));
+    linear({1, isa}, view(static_cast<const float*>(nullptr), 0, 0), view(static_cast<const float*>(nullptr), 0, 0),
+           view(static_cast<float*>(nullptr), 0, 0));
     linear_transposed({1, isa}, view(x.data(), 0, 4), view(x.data(), 4, 2), view(out.data(), 0, 2));
     linear_transposed({1, isa}, view(x.data(), 3, 4), view(x.data(), 4, 0), view(out.data(), 3, 0));
     CHECK(out == std::vector<float>(6, 5.0f));
@@ -333,17 +356,27 @@ TEST_CASE("linear: what does not fit is refused and changes nothing", "[linear]"
   CHECK_THROWS_AS(linear(exec, xv, view(static_cast<float*>(nullptr), rows, columns), ov), invalid_argument);
   CHECK_THROWS_AS(linear(exec, xv, AnyMatrix<>(), ov), invalid_argument);
   CHECK_THROWS_AS(linear(exec, xv, AnyMatrix<>(view(w.data(), rows, columns - 1)), ov), invalid_argument);
-  CHECK_THROWS_AS(linear(exec, View<float, 2>{x.data(), {batch, columns / 2}, {columns, 2}}, view(w.data(), rows, columns / 2), ov), invalid_argument);
+  CHECK_THROWS_AS(
+      linear(exec, View<float, 2>{x.data(), {batch, columns / 2}, {columns, 2}}, view(w.data(), rows, columns / 2), ov),
+      invalid_argument);
   CHECK_THROWS_AS(linear(exec, xv, wv, view(x.data() + 60, batch, rows)), invalid_argument);
   CHECK_THROWS_AS(linear(exec, xv, wv, view(w.data() + rows * columns - 1, batch, rows)), invalid_argument);
-  CHECK_THROWS_AS(linear(exec, xv, wv, View<float, 2>{x.data() + 63, {batch, rows}, {columns, 1}}), invalid_argument);
+  CHECK_THROWS_AS(linear(exec, xv, wv, View<float, 2>{x.data() + 30, {batch, rows}, {columns, 1}}), invalid_argument);
+  std::vector<float> wide(200, 5.0f);  // rows of out that reach into the next row of x
+  CHECK_THROWS_AS(linear(exec, View<float, 2>{wide.data(), {batch, columns}, {columns + 2, 1}}, wv,
+                         View<float, 2>{wide.data() + columns, {batch, rows}, {columns + 2, 1}}),
+                  invalid_argument);
+  CHECK(wide == std::vector<float>(200, 5.0f));
   CHECK_THROWS_AS(linear_transposed(exec, ov, wv, view(x.data(), batch, columns - 1)), invalid_argument);
   CHECK_THROWS_AS(linear_transposed(exec, ov, wv, view(w.data(), batch, columns)), invalid_argument);
   CHECK_THROWS_AS(linear_transposed(exec, ov, AnyMatrix<>(), xv), invalid_argument);
 
   const Mxfp4Data m(rows, columns, 20);
-  CHECK_THROWS_AS(linear(exec, view(x.data(), batch, 40), Mxfp4Matrix<>{view(m.packed.data(), rows, 20), view(m.scale.data(), rows, 1)}, ov), invalid_argument);
-  CHECK_THROWS_AS(linear(exec, xv, Mxfp4Matrix<>{view(m.packed.data(), rows, 32), view(m.scale.data(), rows, 1)}, ov), invalid_argument);
+  CHECK_THROWS_AS(linear(exec, view(x.data(), batch, 40),
+                         Mxfp4Matrix<>{view(m.packed.data(), rows, 20), view(m.scale.data(), rows, 1)}, ov),
+                  invalid_argument);
+  CHECK_THROWS_AS(linear(exec, xv, Mxfp4Matrix<>{view(m.packed.data(), rows, 32), view(m.scale.data(), rows, 1)}, ov),
+                  invalid_argument);
   CHECK_THROWS_AS(linear_transposed(exec, ov, AnyMatrix<>(m.matrix()), xv), invalid_argument);
   CHECK(out == std::vector<float>(batch * rows, 5.0f));
   CHECK(x == std::vector<float>(batch * columns, 1.0f));
@@ -382,8 +415,8 @@ TEST_CASE("linear: NaN and infinity stay in their row and column", "[linear]") {
 }
 
 TEST_CASE("linear_transposed: against sums in double, same bits everywhere", "[linear]") {
-  for (const size columns : {1, 7, 8, 15, 16, 17, 64, 100, 300, 512, 1000})
-    for (const size rows : {1, 5, 128, 257}) {
+  for (const size columns : sizes{1, 7, 8, 15, 16, 17, 64, 100, 300, 512, 1000})
+    for (const size rows : sizes{1, 5, 128, 257}) {
       const size batch = 21;
       CAPTURE(columns, rows);
       const auto x = random_values<bf16>(batch * rows, 23);
@@ -402,7 +435,8 @@ TEST_CASE("linear_transposed: against sums in double, same bits everywhere", "[l
           const std::vector<float> part(&out[b * columns], &out[b * columns] + columns);
           check_same_bits(transposed<float>({1, isa}, row, view(w, rows, columns), 1, columns), part);
         }
-        for (const int threads : {2, 3}) check_same_bits(transposed<float>({threads, isa}, x, view(w, rows, columns), batch, columns), out);
+        for (const int threads : {2, 3})
+          check_same_bits(transposed<float>({threads, isa}, x, view(w, rows, columns), batch, columns), out);
       }
       for (const Isa isa : vector_isas()) {
         check_same_bits(transposed<float>({1, isa}, x, view(w, rows, columns), batch, columns),
@@ -412,8 +446,10 @@ TEST_CASE("linear_transposed: against sums in double, same bits everywhere", "[l
       }
       const auto xd = random_values<double>(batch * rows, 26);
       const auto wd = random_values<double>(rows * columns, 27);
-      check_worst(worst_error(xd, [&](size k, size n) { return wd[n * columns + k]; },
-                              transposed<double>({1}, xd, view(wd, rows, columns), batch, columns), batch, columns, rows), 1e-15, 1e-14);
+      check_worst(worst_error(
+                      xd, [&](size k, size n) { return wd[n * columns + k]; },
+                      transposed<double>({1}, xd, view(wd, rows, columns), batch, columns), batch, columns, rows),
+                  1e-15, 1e-14);
     }
 }
 
@@ -431,7 +467,8 @@ TEST_CASE("linear_transposed: a head's block of a larger matrix", "[linear]") {
       for (size k = 0; k < columns; ++k) {
         double sum = 0;
         for (size n = 0; n < head_rows; ++n)
-          sum += static_cast<double>(x[(b * heads + h) * head_rows + n]) * static_cast<double>(w[(h * head_rows + n) * columns + k]);
+          sum += static_cast<double>(x[(b * heads + h) * head_rows + n]) *
+                 static_cast<double>(w[(h * head_rows + n) * columns + k]);
         CAPTURE(b, h, k, sum);
         CHECK(std::fabs(static_cast<double>(out[(b * heads + h) * columns + k]) - sum) < 1e-5);
       }

@@ -350,6 +350,8 @@ TEST_CASE("MLA refuses what its arguments show to be wrong and changes nothing",
   refused([&](Call& c) { c.out = view(kv.row(0, 0), 3, v_width); }, {"out is overlapping kv.pages"});
   refused([&](Call& c) { c.gate = view(static_cast<const float*>(out.data()) + 1, 3, v_width); },
           {"out is overlapping gate"});
+  refused([&](Call& c) { c.gate = view(static_cast<const float*>(out.data()), 3, v_width); },
+          {"out is overlapping gate"});
 }
 
 TEST_CASE("the parts of MLA name themselves and what is wrong", "[mla]") {

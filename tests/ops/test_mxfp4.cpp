@@ -21,10 +21,12 @@ constexpr double magnitudes[8] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
 double code_value(unsigned code) { return (code & 8u ? -1 : 1) * magnitudes[code & 7u]; }
 
 template <class Out>
-std::vector<Out> dequantised(const std::vector<std::uint8_t>& packed, const std::vector<std::uint8_t>& scale, size rows) {
+std::vector<Out> dequantised(const std::vector<std::uint8_t>& packed, const std::vector<std::uint8_t>& scale,
+                             size rows) {
   const size columns = packed.size() * 2 / rows;
   std::vector<Out> out(rows * columns);
-  dequantize_mxfp4({}, {view(packed.data(), rows, columns / 2), view(scale.data(), rows, columns / 32)}, view(out, rows, columns));
+  dequantize_mxfp4({}, {view(packed.data(), rows, columns / 2), view(scale.data(), rows, columns / 32)},
+                   view(out, rows, columns));
   return out;
 }
 
@@ -35,7 +37,8 @@ template <class T>
 Quantised quantised(const std::vector<T>& x, size rows, int threads = 1) {
   const size columns = x.size() / rows;
   Quantised q{std::vector<std::uint8_t>(rows * columns / 2), std::vector<std::uint8_t>(rows * columns / 32)};
-  quantize_mxfp4({threads}, view(x.data(), rows, columns), view(q.packed, rows, columns / 2), view(q.scale, rows, columns / 32));
+  quantize_mxfp4({threads}, view(x.data(), rows, columns), view(q.packed, rows, columns / 2),
+                 view(q.scale, rows, columns / 32));
   return q;
 }
 
@@ -71,7 +74,8 @@ void check_against_rule(const std::vector<T>& x, size rows) {
       INFO("element " << i << ": " << value);
       REQUIRE(code == nearest_code(value, std::ldexp(1.0, exponent)));
       const double scale = std::ldexp(1.0, exponent), error = std::fabs(code_value(code) * scale - value);
-      REQUIRE(error <= (std::fabs(value) > 6 * scale ? std::fabs(value) / 4 : (std::max)(std::fabs(value) / 5, scale / 4)));
+      REQUIRE(error <=
+              (std::fabs(value) > 6 * scale ? std::fabs(value) / 4 : (std::max)(std::fabs(value) / 5, scale / 4)));
     }
   }
 }
@@ -110,19 +114,24 @@ TEMPLATE_TEST_CASE("mxfp4: all 256 scales by 16 codes", "[mxfp4]", float, double
   std::vector<std::uint8_t> packed(256 * 16), scale(256);
   for (size row = 0; row < 256; ++row) {
     scale[row] = static_cast<std::uint8_t>(row);
-    for (size i = 0; i < 16; ++i) packed[row * 16 + i] = static_cast<std::uint8_t>((2 * i % 16) | (2 * i + 1) % 16 << 4);
+    for (size i = 0; i < 16; ++i)
+      packed[row * 16 + i] = static_cast<std::uint8_t>((2 * i % 16) | (2 * i + 1) % 16 << 4);
   }
   for (const int threads : {1, 3}) {
     std::vector<TestType> out(256 * 32);
-    dequantize_mxfp4({threads}, {view(std::as_const(packed), 256, 16), view(std::as_const(scale), 256, 1)}, view(out, 256, 32));
+    dequantize_mxfp4({threads}, {view(std::as_const(packed), 256, 16), view(std::as_const(scale), 256, 1)},
+                     view(out, 256, 32));
     for (size row = 0; row < 256; ++row)
       for (size column = 0; column < 32; ++column) {
         const double got = static_cast<double>(out[row * 32 + column]);
         double expected = code_value(static_cast<unsigned>(column % 16)) * std::ldexp(1.0, static_cast<int>(row) - 127);
-        if (std::fabs(expected) >= std::ldexp(1.0, 128)) expected = std::copysign(std::numeric_limits<double>::infinity(), expected);
+        if (std::fabs(expected) >= std::ldexp(1.0, 128))
+          expected = std::copysign(std::numeric_limits<double>::infinity(), expected);
         CAPTURE(row, column, got, expected);
-        if (row == 255) CHECK(std::isnan(got));
-        else CHECK((got == expected && std::signbit(got) == std::signbit(expected)));
+        if (row == 255)
+          CHECK(std::isnan(got));
+        else
+          CHECK((got == expected && std::signbit(got) == std::signbit(expected)));
         if (column == 0 && row < 255) CHECK(got == 0);
       }
   }
@@ -163,7 +172,8 @@ TEST_CASE("quantize_mxfp4: zeros and the ends of the range", "[mxfp4]") {
   const Quantised zero = quantised(std::vector<float>(64, 0.0f), 2);
   CHECK(zero.scale == std::vector<std::uint8_t>(2, 0));
   CHECK(zero.packed == std::vector<std::uint8_t>(32, 0));
-  CHECK(quantised(std::vector<float>(32, std::numeric_limits<float>::denorm_min()), 1).packed == std::vector<std::uint8_t>(16, 0));
+  CHECK(quantised(std::vector<float>(32, std::numeric_limits<float>::denorm_min()), 1).packed ==
+        std::vector<std::uint8_t>(16, 0));
   const Quantised largest = quantised(std::vector<float>(32, (std::numeric_limits<float>::max)()), 1);
   CHECK(largest.scale[0] == 252);
   CHECK(largest.packed == std::vector<std::uint8_t>(16, 0x77));

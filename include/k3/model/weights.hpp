@@ -13,24 +13,28 @@ namespace k3 {
 
 /// Weights of a KDA mixer, named as in the checkpoint. g_proj is there with a full-rank output gate, g_a_proj and g_b_proj
 /// without. A_log may be longer than H: what follows the heads is padding and never read.
-struct KdaWeights {
-  AnyMatrix<> q_proj, k_proj, v_proj;        // [H*D, hidden]
-  AnyMatrix<> q_conv1d, k_conv1d, v_conv1d;  // [H*D, kernel]
-  AnyMatrix<> f_a_proj, f_b_proj;            // [D, hidden], [H*D, D]
-  AnyMatrix<> b_proj;                        // [H, hidden]
-  AnyMatrix<> g_proj, g_a_proj, g_b_proj;    // [H*D, hidden]; [D, hidden], [H*D, D]
-  AnyVector<> A_log, dt_bias, o_norm;        // [>= H], [H*D], [D]
-  AnyMatrix<> o_proj;                        // [hidden, H*D]
+template <MemorySpace Space>
+struct BasicKdaWeights {
+  AnyMatrix<Space> q_proj, k_proj, v_proj;        // [H*D, hidden]
+  AnyMatrix<Space> q_conv1d, k_conv1d, v_conv1d;  // [H*D, kernel]
+  AnyMatrix<Space> f_a_proj, f_b_proj;            // [D, hidden], [H*D, D]
+  AnyMatrix<Space> b_proj;                        // [H, hidden]
+  AnyMatrix<Space> g_proj, g_a_proj, g_b_proj;    // [H*D, hidden]; [D, hidden], [H*D, D]
+  AnyVector<Space> A_log, dt_bias, o_norm;        // [>= H], [H*D], [D]
+  AnyMatrix<Space> o_proj;                        // [hidden, H*D]
 };
+using KdaWeights = BasicKdaWeights<MemorySpace::host>;
 
 /// Weights of an MLA mixer. q_proj is there without a query rank, q_a_proj, q_a_layernorm and q_b_proj with one; g_proj
 /// where there is an output gate.
-struct MlaWeights {
-  AnyMatrix<> q_a_proj, q_b_proj, q_proj;    // [q_lora, hidden], [h*(nope+rope), q_lora]; [h*(nope+rope), hidden]
-  AnyVector<> q_a_layernorm, kv_a_layernorm; // [q_lora], [kv_lora]
-  AnyMatrix<> kv_a_proj_with_mqa, kv_b_proj; // [kv_lora+rope, hidden], [h*(nope+v), kv_lora]
-  AnyMatrix<> g_proj, o_proj;                // [h*v, hidden], [hidden, h*v]
+template <MemorySpace Space>
+struct BasicMlaWeights {
+  AnyMatrix<Space> q_a_proj, q_b_proj, q_proj;    // [q_lora, hidden], [h*(nope+rope), q_lora]; [h*(nope+rope), hidden]
+  AnyVector<Space> q_a_layernorm, kv_a_layernorm; // [q_lora], [kv_lora]
+  AnyMatrix<Space> kv_a_proj_with_mqa, kv_b_proj; // [kv_lora+rope, hidden], [h*(nope+v), kv_lora]
+  AnyMatrix<Space> g_proj, o_proj;                // [h*v, hidden], [hidden, h*v]
 };
+using MlaWeights = BasicMlaWeights<MemorySpace::host>;
 
 /// A layer's routed experts, wherever they are. `operator[]` may load or check an expert on its first use and throws where
 /// that fails; what it returns stays valid as long as the source.
@@ -158,8 +162,8 @@ inline std::string expert_prefix(size layer, size expert) {
 template <class Layer, class F>
 void for_each_layer_weight(const K3Config& config, const K3LayerSpec& spec, Layer& layer, F&& f) {
   // The shape comes as a braced list; `call` gives it the rank of the weight.
-  const auto call = [&]<size Rank>(const std::string& name, AnyView<Rank>& weight, const size(&shape)[Rank],
-                                   WeightRole role) { f(name, weight, shape, role); };
+  const auto call = [&]<size Rank, MemorySpace Space>(const std::string& name, AnyView<Rank, Space>& weight,
+                                                       const size(&shape)[Rank], WeightRole role) { f(name, weight, shape, role); };
   const std::string prefix = layer_prefix(spec.index);
   const size hidden = config.hidden_size;
   call(prefix + "input_layernorm.weight", layer.input_layernorm, {hidden}, WeightRole::plain);
@@ -185,8 +189,8 @@ void for_each_layer_weight(const K3Config& config, const K3LayerSpec& spec, Laye
 /// As for_each_layer_weight, for the weights that belong to no layer. A tied model has no lm_head of its own.
 template <class Weights, class F>
 void for_each_model_weight(const K3Config& config, Weights& weights, F&& f) {
-  const auto call = [&]<size Rank>(const std::string& name, AnyView<Rank>& weight, const size(&shape)[Rank],
-                                   WeightRole role) { f(name, weight, shape, role); };
+  const auto call = [&]<size Rank, MemorySpace Space>(const std::string& name, AnyView<Rank, Space>& weight,
+                                                       const size(&shape)[Rank], WeightRole role) { f(name, weight, shape, role); };
   const size hidden = config.hidden_size, vocab = config.vocab_size;
   call("model.embed_tokens.weight", weights.embed_tokens, {vocab, hidden}, WeightRole::plain);
   call("model.norm.weight", weights.norm, {hidden}, WeightRole::plain);

@@ -50,8 +50,8 @@ void argmax_rows(const host& exec, const Logits& logits, const Ids& ids, HostVie
 /// written; on NaN anywhere in a row after all rows are done, naming the first such row, whose id is -1 (no token is
 /// chosen). Cost: one read of the logits.
 template <host_tensor<2> Logits, writable_host_tensor<1> Ids>
-requires(real<typename Logits::value_type>&& std::same_as<typename Ids::value_type, id>) void argmax(
-    const host& exec, const Logits& logits, const Ids& ids) {
+  requires(real<typename Logits::value_type> && std::same_as<typename Ids::value_type, id>)
+void argmax(const host& exec, const Logits& logits, const Ids& ids) {
   const size rows = logits.extent(0), count = logits.extent(1);
   detail::require(count > 0 && count < (size{1} << 31), "argmax", "the number of logits", count,
                   "between 1 and 2^31 - 1");

@@ -91,11 +91,10 @@ using OptionalRows = HostView<typename Out::value_type, 2>;
 /// [1, hidden], out [R, hidden] in the accumulator type (it feeds an RMSNorm unrounded; memory of its own),
 /// probs [R, n + 1] if wanted. Throws invalid_argument on shapes that do not fit, before anything is written.
 /// Accuracy: float against double, scores of a few units and up to 7168 channels: out <= 2e-6 of its largest element,
-/// probs
-/// <= 6e-6 relative; a score of size S adds about S * 1e-7. Cost: every source is read once, 6 FLOPs an element.
+/// probs <= 6e-6 relative; a score of size S adds about S * 1e-7. Cost: every source is read once, 6 FLOPs an element.
 /// Source: `self_attention_res_norm`/`_proj`, `mlp_res_norm`/`_proj`, `output_attn_res_norm`/`_proj`.
 template <host_tensor<3> Snapshots, host_tensor<2> Running, class Norm, class Proj, writable_host_tensor<2> Out>
-requires std::same_as<typename Out::value_type, accumulator_t<typename Running::value_type>>
+  requires std::same_as<typename Out::value_type, accumulator_t<typename Running::value_type>>
 void attnres_softmax_mix(const host& exec, const Snapshots& snapshots, const Running& running, const Norm& norm_weight,
                          const Proj& proj_weight, typename Out::value_type eps, const Out& out,
                          detail::OptionalRows<Out> probs = {}) {
@@ -136,7 +135,7 @@ void attnres_blend(const host& exec, const Skip& skip, const Mixed& mixed, float
 /// mix 0 the running stream, both bit for bit. Shapes and errors as there; `probs` is written where wanted, whatever
 /// the mix. Source: `K3_ATTNRES_MIX`.
 template <host_tensor<3> Snapshots, host_tensor<2> Running, class Norm, class Proj, writable_host_tensor<2> Out>
-requires std::same_as<typename Out::value_type, accumulator_t<typename Running::value_type>>
+  requires std::same_as<typename Out::value_type, accumulator_t<typename Running::value_type>>
 void attnres_mix(const host& exec, const Snapshots& snapshots, const Running& running, const Norm& norm_weight,
                  const Proj& proj_weight, typename Out::value_type eps, float mix, const Out& out,
                  detail::OptionalRows<Out> probs = {}) {

@@ -12,12 +12,14 @@ namespace k3 {
 
 /// The matrices of a gated MLP, [width, hidden] twice and [hidden, width].
 /// Source: `mlp.*` of a dense layer, `block_sparse_moe.shared_experts.*`.
-struct MlpWeights {
-  AnyMatrix<> gate_proj, up_proj, down_proj;
+template <MemorySpace Space>
+struct BasicMlpWeights {
+  AnyMatrix<Space> gate_proj, up_proj, down_proj;
 
   /// Whether any of the three is there.
   explicit operator bool() const { return gate_proj || up_proj || down_proj; }
 };
+using MlpWeights = BasicMlpWeights<MemorySpace::host>;
 
 /// Scratch memory of a gated MLP for up to `max_rows` rows: two [max_rows, width] activations.
 template <precision P>
@@ -56,7 +58,7 @@ inline void require_caps(const char* operation, const GluConfig& config) {
 template <class P>
 void require_rows(const char* operation, const P& workspace, size rows) {
   require(rows <= workspace.max_rows(), operation, "workspace.max_rows", workspace.max_rows(),
-          "at least " + std::to_string(rows) + " rows");
+          [&] { return "at least " + std::to_string(rows) + " rows"; });
 }
 
 }  // namespace detail
@@ -65,11 +67,11 @@ void require_rows(const char* operation, const P& workspace, size rows) {
 /// linears and of the activation are rounded to the precision's activation type.
 /// Shapes: x [R, hidden], gate_proj and up_proj [width, hidden], down_proj [n, width], out [R, n]; out may be x.
 /// Throws invalid_argument on shapes that do not fit, a workspace that is too small and unusable caps, before anything
-/// is written. Accuracy: <= 6e-7 of the largest element relative to double for float. Cost: 6 * R * hidden * width
-/// FLOPs, every weight read once for up to 32 rows.
+/// is written. Accuracy: <= 6e-7 of the largest element relative to double for float.
+/// Cost: 6 * R * hidden * width FLOPs, every weight read once for up to 32 rows.
 template <precision P, host_tensor<2> X, linear_weight Gate, linear_weight Up, linear_weight Down,
           writable_host_tensor<2> Out>
-requires std::same_as<typename X::value_type, typename P::activation>
+  requires std::same_as<typename X::value_type, typename P::activation>
 void dense_mlp(const host& exec, const GluConfig& glu, const X& x, const Gate& gate_proj, const Up& up_proj,
                const Down& down_proj, MlpWorkspace<P>& workspace, const Out& out) {
   const size rows = x.extent(0), hidden = x.extent(1), width = detail::weight_rows(gate_proj);

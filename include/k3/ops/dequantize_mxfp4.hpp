@@ -8,8 +8,8 @@
 namespace k3 {
 
 /// out = the values of an MXFP4 matrix: e2m1(code) * 2^(scale - 127), multiplied in float.
-/// Exact in float, double and bf16, except that 2^128 and above is infinity; scale byte 0 gives subnormals, not zeros, and
-/// byte 255 gives NaN.
+/// Exact in float, double and bf16, except that 2^128 and above is infinity; scale byte 0 gives subnormals, not zeros,
+/// and byte 255 gives NaN.
 /// Shapes: weight.packed [N, K/2], weight.scale [N, K/32], out [N, K]; K a multiple of 32.
 /// Throws invalid_argument on other shapes. Source: `*_packed`, `*_scale` of a checkpoint.
 template <writable_host_tensor<2> Out>
@@ -21,10 +21,11 @@ void dequantize_mxfp4(const host& exec, const Mxfp4Matrix<>& weight, const Out& 
   detail::parallel_chunks(exec, rows, 1, rows * columns * sizeof(out.data[0]), [&](size first, size last) {
     for (size row = first; row < last; ++row)
       for (size k = 0; k < columns; k += 2) {
+        using T = typename Out::value_type;
         const std::uint8_t byte = weight.packed(row, k / 2);
         const float scale = e8m0_value(weight.scale(row, k / mxfp4_group));
-        out(row, k) = static_cast<typename Out::value_type>(e2m1_value(byte) * scale);
-        out(row, k + 1) = static_cast<typename Out::value_type>(e2m1_value(static_cast<std::uint8_t>(byte >> 4)) * scale);
+        out(row, k) = static_cast<T>(e2m1_value(byte) * scale);
+        out(row, k + 1) = static_cast<T>(e2m1_value(static_cast<std::uint8_t>(byte >> 4)) * scale);
       }
   });
 }

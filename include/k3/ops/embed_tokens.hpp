@@ -11,8 +11,8 @@ namespace k3 {
 /// Throws invalid_argument on shapes that do not fit and on an id outside [0, V), naming row and id, before anything is
 /// written. Cost: R * hidden elements read and written. Source: `embed_tokens.weight`.
 template <host_tensor<1> Ids, class Table, writable_host_tensor<2> Out>
-requires(std::same_as<typename Ids::value_type, id>&& real<typename Out::value_type>) void embed_tokens(
-    const host& exec, const Ids& ids, const Table& table, const Out& out) {
+  requires(std::same_as<typename Ids::value_type, id> && real<typename Out::value_type>)
+void embed_tokens(const host& exec, const Ids& ids, const Table& table, const Out& out) {
   const size rows = ids.extent(0), vocab = table.extent(0), hidden = out.extent(1);
   detail::require_shape("embed_tokens", "ids", ids, rows);
   detail::require_weight("embed_tokens", "table", table, vocab, hidden);
@@ -22,7 +22,7 @@ requires(std::same_as<typename Ids::value_type, id>&& real<typename Out::value_t
   for (size row = 0; row < rows; ++row)
     if (ids(row) < 0 || static_cast<size>(ids(row)) >= vocab)
       throw invalid_argument("embed_tokens", "the id of row " + std::to_string(row), std::to_string(ids(row)),
-                             "between 0 and " + std::to_string(vocab - 1));
+                             "at least 0 and below " + std::to_string(vocab));
   detail::with_typed(table, [&](const auto& typed) {
     using Entry = typename std::remove_cvref_t<decltype(typed)>::value_type;
     using Value = typename Out::value_type;

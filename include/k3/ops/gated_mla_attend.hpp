@@ -157,8 +157,8 @@ void mla_decode_token(const host&, G geometry, const Q& q, const K& k, const V& 
   detail::require_shape(operation, "q", q, mla_q_width(geometry));
   if (g.data) detail::require_shape(operation, "g", g, mla_v_width(geometry));
   detail::require_shape(operation, "out", out, mla_v_width(geometry));
-  detail::require_separate(operation, "out", out, "q", q);
-  if (g.data) detail::require_separate(operation, "out", out, "g", g);
+  detail::require_disjoint(operation, "out", out, "q", q);
+  if (g.data) detail::require_disjoint(operation, "out", out, "g", g);
   mla_rotate(geometry, kv.append(k, v), position, theta);
   auto turned = detail::copy_of(q);
   mla_rotate(geometry, view(turned), position, theta);
@@ -181,10 +181,10 @@ void gated_mla_attend(const host& exec, G geometry, const Q& q, const K& k, cons
   detail::require_shape(operation, "v", v, tokens, mla_v_width(geometry));
   if (g.data) detail::require_shape(operation, "g", g, tokens, mla_v_width(geometry));
   detail::require_shape(operation, "out", out, tokens, mla_v_width(geometry));
-  detail::require_separate(operation, "out", out, "q", q);
-  detail::require_separate(operation, "out", out, "k", k);
-  detail::require_separate(operation, "out", out, "v", v);
-  if (g.data) detail::require_separate(operation, "out", out, "g", g);
+  detail::require_disjoint(operation, "out", out, "q", q);
+  detail::require_disjoint(operation, "out", out, "k", k);
+  detail::require_disjoint(operation, "out", out, "v", v);
+  if (g.data) detail::require_disjoint(operation, "out", out, "g", g);
   MlaExpandedKv<typename K::value_type> kv(geometry, tokens);
   for (size t = 0; t < tokens; ++t) {
     View<const typename Gate::value_type, 1> gate;

@@ -11,14 +11,16 @@ namespace k3 {
 /// The weights of a LatentMoE layer but its routed experts. The latent matrices are there if and only if the geometry
 /// has a latent width, the norm if it has use_norm, the shared experts (one MLP of width n_shared * expert_hidden) if
 /// n_shared > 0. Source: `block_sparse_moe.*`.
-struct LatentMoeWeights {
-  AnyMatrix<> gate;                     // [n_routed, hidden]
-  AnyVector<> e_score_correction_bias;  // [n_routed]
-  AnyMatrix<> routed_expert_down_proj;  // [latent, hidden]
-  AnyVector<> routed_expert_norm;       // [latent]
-  AnyMatrix<> routed_expert_up_proj;    // [hidden, latent]
-  MlpWeights shared_experts{};          // [n_shared * expert_hidden, hidden] twice, [hidden, n_shared * expert_hidden]
+template <MemorySpace Space>
+struct BasicLatentMoeWeights {
+  AnyMatrix<Space> gate;                     // [n_routed, hidden]
+  AnyVector<Space> e_score_correction_bias;  // [n_routed]
+  AnyMatrix<Space> routed_expert_down_proj;  // [latent, hidden]
+  AnyVector<Space> routed_expert_norm;       // [latent]
+  AnyMatrix<Space> routed_expert_up_proj;    // [hidden, latent]
+  BasicMlpWeights<Space> shared_experts{};   // [n_shared * expert_hidden, hidden] twice, and its transpose's shape
 };
+using LatentMoeWeights = BasicLatentMoeWeights<MemorySpace::host>;
 
 /// What a call of latent_moe_forward may bring along.
 struct LatentMoeOptions {
@@ -131,25 +133,22 @@ void add_shared(const Routed& routed, const Shared& shared, const MoeBuffers<P>&
 }  // namespace detail
 
 /// A LatentMoE layer: out = up . rms(sum_j weight_j expert_j(down . x); norm, eps) + shared(x). Experts are chosen by
-/// sigmoid_topk from unrounded logits gate . x; the sum is over the latent width and normed once; the shared experts
-/// see the full x and are not scaled. Without a latent width the experts work on x. Rounded to the activation type:
-/// every linear's output, the activations, each expert's output, their sum, the norm's output, the result. Shapes: x
-/// and out [R, hidden] (out may be x), weights and experts as their types say. Throws invalid_argument, before anything
-/// is written, on shapes and sizes that do not fit, weights that are missing or not wanted, use_norm without a latent
-/// width, a NaN bias and a forced expert that does not exist, and passes on what `experts` throws, `out` unchanged. NaN
-/// router logits of a row: no expert is read for it and its out is NaN; with `options.status` it is marked there,
-/// without it the call throws after the other rows are done, naming the row. Accuracy: <= 8e-7 of the largest element
-/// relative to double for float. Cost: 2 R (n_routed + 2 latent) hidden + 6 R (top_k width + n_shared hidden)
-/// expert_hidden FLOPs.
+/// sigmoid_topk from unrounded logits gate . x; their sum is normed once; the shared experts see the full x and are not
+/// scaled. Without a latent width the experts work on x. Rounded to the activation type: each linear's output, the
+/// activations, the experts' outputs, their sum, the norm's output, the result.
+/// Shapes: x and out [R, hidden] (out may be x), weights and experts as their types say.
+/// Throws invalid_argument, before anything is written, on shapes, sizes and weights that do not fit the geometry, a NaN
+/// bias and a forced expert that does not exist; passes on what `experts` throws, `out` unchanged. A row with NaN router
+/// logits reads no expert and gives NaN; `options.status` is told, or else the call throws after the other rows are done.
+/// Accuracy: <= 8e-7 of the largest element relative to double for float.
+/// Cost: 2 R (n_routed + 2 latent) hidden + 6 R (top_k width + n_shared hidden) expert_hidden FLOPs.
 template <latent_moe_geometry G, host_tensor<2> X, class Experts, precision P, writable_host_tensor<2> Out>
-requires(
-    expert_source<std::remove_reference_t<Experts>>&& std::same_as<typename X::value_type, typename P::activation>&&
-        std::same_as<typename Out::value_type,
-                     typename P::activation>) void latent_moe_forward(const host& exec, G geometry, const X& x,
-                                                                      const LatentMoeWeights& weights,
-                                                                      Experts&& experts, typename P::accumulator eps,
-                                                                      MoeWorkspace<P>& workspace, const Out& out,
-                                                                      const LatentMoeOptions& options = {}) {
+  requires(expert_source<std::remove_reference_t<Experts>> &&
+           std::same_as<typename X::value_type, typename P::activation> &&
+           std::same_as<typename Out::value_type, typename P::activation>)
+void latent_moe_forward(const host& exec, G geometry, const X& x, const LatentMoeWeights& weights, Experts&& experts,
+                        typename P::accumulator eps, MoeWorkspace<P>& workspace, const Out& out,
+                        const LatentMoeOptions& options = {}) {
   constexpr const char* operation = "latent_moe_forward";
   const size rows = x.extent(0);
   check(geometry, operation);
@@ -164,8 +163,9 @@ requires(
   detail::require_shape(operation, "out", out, rows, geometry.hidden);
   if (options.slots.data) detail::require_shape(operation, "slots", options.slots, rows);
   if (options.status.data) detail::require_shape(operation, "status", options.status, rows);
-  detail::require(options.force_expert.value_or(0) < geometry.n_routed, operation, "force_expert",
-                  options.force_expert.value_or(0), "below the number of experts");
+  if (options.force_expert && *options.force_expert >= geometry.n_routed)
+    throw invalid_argument(operation, "force_expert", std::to_string(*options.force_expert),
+                           "below the number of experts");
   detail::require_no_nan_bias(operation, "e_score_correction_bias", weights.e_score_correction_bias);
 
   detail::MoeBuffers<P>& buffers = workspace.buffers(rows);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <k3/core/overlap.hpp>
 #include <k3/ops/linear_avx512.hpp>
 
 namespace k3 {
@@ -11,36 +12,11 @@ inline constexpr bool is_linear_weight = std::is_same_v<W, Mxfp4Matrix<>> || std
 template <class T>
 inline constexpr bool is_linear_weight<View<T, 2>> = is_real<std::remove_const_t<T>>;
 
-/// The bytes that a matrix touches: `rows` pieces of `width` bytes, `stride` bytes apart.
-struct ByteRows {
-  std::uintptr_t first;
-  size rows, width, stride;
-  bool empty() const { return rows == 0 || width == 0; }
-  std::uintptr_t last() const { return first + (rows - 1) * stride + width; }
-};
-template <class T>
-ByteRows byte_rows(const View<T, 2>& v) {
-  return {reinterpret_cast<std::uintptr_t>(v.data), v.extents[0], v.extents[1] * sizeof(T), v.strides[0] * sizeof(T)};
-}
-
-/// Whether two matrices share a byte. Column blocks of one buffer (equal strides, disjoint columns) do not.
-inline bool overlap(const ByteRows& a, const ByteRows& b) {
-  if (a.empty() || b.empty() || a.last() <= b.first || b.last() <= a.first) return false;
-  if (a.stride != b.stride || a.stride == 0) return true;
-  const size apart = b.first >= a.first ? (b.first - a.first) % a.stride
-                                        : (a.stride - (a.first - b.first) % a.stride) % a.stride;
-  return apart < a.width || apart + b.width > a.stride;
-}
-
-template <class Out, class In>
-void require_apart(const char* operation, const char* argument, const Out& out, const In& in) {
-  require(!overlap(byte_rows(out), byte_rows(in)), operation, "out", std::string("overlapping ") + argument,
-          "memory of its own");
-}
 template <class Out, MemorySpace Space>
-void require_apart(const char* operation, const char* argument, const Out& out, const Mxfp4Matrix<Space>& in) {
-  require_apart(operation, argument, out, in.packed);
-  require_apart(operation, argument, out, in.scale);
+void require_disjoint(const char* operation, const char* written, const Out& out, const char* read,
+                      const Mxfp4Matrix<Space>& matrix) {
+  require_disjoint(operation, written, out, read, matrix.packed);
+  require_disjoint(operation, written, out, read, matrix.scale);
 }
 
 template <class W>
@@ -82,7 +58,9 @@ size weight_bytes(const View<const T, 2>& weight) { return weight.elements() * s
 inline Isa usable_isa(const host& exec) { return exec.isa > best_isa() ? best_isa() : exec.isa; }
 
 /// Rows [b, b + count) of x as floats: themselves, or converted into memory that the calling thread keeps.
-inline View<const float, 2> float_rows(const View<const float, 2>& x, size b, size count) { return x.slice(0, b, count); }
+inline View<const float, 2> float_rows(const View<const float, 2>& x, size b, size count) {
+  return x.slice(0, b, count);
+}
 inline View<const float, 2> float_rows(const View<const bf16, 2>& x, size b, size count) {
   thread_local std::vector<float> memory;
   const size columns = x.extents[1];
@@ -125,7 +103,8 @@ void linear_typed(const host& exec, const View<const T, 2>& x, const Weight& wei
     });
   } else {
     for_each_slab(x, out, [&](const View<const float, 2>& x_slab, const Out& out_slab) {
-      parallel_chunks(exec, out.extents[1], tile_rows, bytes * ((x_slab.extents[0] + 3) / 4), [&](size first, size last) {
+      const size traffic = bytes * ((x_slab.extents[0] + 3) / 4);
+      parallel_chunks(exec, out.extents[1], tile_rows, traffic, [&](size first, size last) {
         linear_rows(usable_isa(exec), x_slab, weight, out_slab, first, last);
       });
     });
@@ -172,7 +151,7 @@ concept dense_linear_weight = linear_weight<W> && !std::same_as<W, Mxfp4Matrix<>
 /// Shapes: x [B, K], weight [N, K], out [B, N]; rows of x and out may lie apart. B, N or K may be 0.
 /// Adds in float, or in double where x or the weight is double; out is rounded once. An MXFP4 weight counts as
 /// e2m1 * scale rounded to float: bit for bit the product with the dequantised matrix. A row of out does not depend on
-/// B, on the other rows or on threads; avx2 and avx512 give the same bits: 64 sums (column mod 64) with FMA, then a tree.
+/// B, on the other rows or on threads; avx2 and avx512 give the same bits: 64 sums (column mod 64) by FMA, then a tree.
 /// Throws invalid_argument on shapes that do not fit, an MXFP4 width that is no multiple of 32, out sharing memory.
 /// Accuracy in float, K <= 33792: |error| <= 5e-7 sum |x w| (measured 1.8e-7) and, with random signs, <= 1.5e-6 of the
 /// largest result (measured 4.1e-7); Isa::plain 3 times that.
@@ -184,9 +163,9 @@ void linear(const host& exec, const X& x, const Weight& weight, const Out& out) 
   detail::require_shape("linear", "x", x, batch, columns);
   detail::require_shape("linear", "out", out, batch, rows);
   detail::require_weight_shape("linear", weight, rows, columns);
-  detail::require_apart("linear", "x", out, x);
+  detail::require_disjoint("linear", "out", out, "x", x);
   detail::with_weight(weight, [&](const auto& typed) {
-    detail::require_apart("linear", "weight", out, typed);
+    detail::require_disjoint("linear", "out", out, "weight", typed);
     if (rows > 0) detail::linear_typed(exec, detail::read_only(x), typed, out);
   });
 }
@@ -207,9 +186,9 @@ void linear_transposed(const host& exec, const X& x, const Weight& weight, const
   detail::require_weight_shape("linear_transposed", weight, rows, columns);
   if constexpr (std::same_as<Weight, AnyMatrix<>>)
     detail::require(weight.type != ElementType::mxfp4, "linear_transposed", "weight", "MXFP4", "F64, F32 or BF16");
-  detail::require_apart("linear_transposed", "x", out, x);
+  detail::require_disjoint("linear_transposed", "out", out, "x", x);
   detail::with_dense_weight(weight, [&](const auto& typed) {
-    detail::require_apart("linear_transposed", "weight", out, typed);
+    detail::require_disjoint("linear_transposed", "out", out, "weight", typed);
     if (columns > 0) detail::transposed_typed(exec, detail::read_only(x), typed, out);
   });
 }

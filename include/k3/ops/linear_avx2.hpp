@@ -24,7 +24,7 @@ K3_TARGET_AVX2 inline __m256 load8(const bf16* from) {
 /// Columns [k, k + 8) of a weight row as floats. `table` is set at the first columns of a scale group.
 template <class T>
 K3_TARGET_AVX2 inline __m256 load_weights8(const T* row, size k, bool, __m256&) { return load8(row + k); }
-/// Eight codes of a 32-bit word go to eight lanes: shifted down, bits 0-2 choose the magnitude; shifted up, bit 3 becomes
+/// Eight codes of a 32-bit word go to eight lanes: shifted down, bits 0-2 choose the magnitude; shifted up, bit 3 is
 /// the sign. The permuted table holds the magnitudes times the scale: the same float product as one per element.
 K3_TARGET_AVX2 inline __m256 load_weights8(const Mxfp4Row& row, size k, bool first_of_group, __m256& table) {
   const __m256i down = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
@@ -112,7 +112,8 @@ struct Avx2 {
   K3_TARGET_AVX2 static float lane_sum(const float (&lanes)[dot_lanes]) {
     __m256 sum[4];
 #pragma GCC unroll 4
-    for (size g = 0; g < 4; ++g) sum[g] = _mm256_add_ps(_mm256_load_ps(lanes + 8 * g), _mm256_load_ps(lanes + 8 * g + 32));
+    for (size g = 0; g < 4; ++g)
+      sum[g] = _mm256_add_ps(_mm256_load_ps(lanes + 8 * g), _mm256_load_ps(lanes + 8 * g + 32));
     return sum8(_mm256_add_ps(_mm256_add_ps(sum[0], sum[2]), _mm256_add_ps(sum[1], sum[3])));
   }
 

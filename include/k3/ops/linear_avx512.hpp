@@ -36,9 +36,11 @@ K3_TARGET_AVX512 inline void load_weights(const Mxfp4Row& row, size k, __m512 (&
   const __m512i word = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
   __m512i codes;
   const std::uint8_t* from = row.packed + k / 2;
-  if constexpr (Registers == 4) codes = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-  else if constexpr (Registers == 2) codes = _mm512_castsi128_si512(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-  else codes = _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
+  static_assert(Registers == 4 || Registers == 1);
+  if constexpr (Registers == 4)
+    codes = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  else
+    codes = _mm512_castsi128_si512(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
   __m512 scaled = values;
 #pragma GCC unroll 16
   for (size g = 0; g < Registers; ++g) {

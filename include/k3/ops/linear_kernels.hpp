@@ -108,8 +108,9 @@ void linear_rows_plain(const X& x, const Weight& weight, const Out& out, size fi
 /// Weight rows that are worked on together: they stay in the L2 cache while the rows of x pass over them.
 inline constexpr size tile_rows = 16;
 
-/// lanes[group][r][j] += (row r of the group) . x[j], chunk by chunk of columns: a chunk of x stays in the L1 cache while
-/// the tile's rows pass over it. A kernel that keeps less than 64 lanes of each row in registers makes several passes.
+/// lanes[group][r][j] += (row r of the group) . x[j], for several rows of x by chunks of columns: a chunk of x stays in
+/// the L1 cache while the tile's rows pass over it. One row of x reads whole rows of the weight, at memory's own pace.
+/// A kernel that keeps less than 64 lanes of each row in registers makes several passes over a chunk.
 template <class Kernel, size XRows, size WRows, class Row>
 void accumulate_tile(const Row* w, const float* const (&x)[XRows], size columns, size groups,
                      float (*lanes)[WRows][XRows][dot_lanes]) {
@@ -119,7 +120,8 @@ void accumulate_tile(const Row* w, const float* const (&x)[XRows], size columns,
   for (size first = 0; first < whole; first += chunk)
     for (size g = 0; g < groups; ++g)
       for (size lane = 0; lane < dot_lanes; lane += pass_lanes)
-        Kernel::template accumulate<XRows, WRows, ahead>(w + g * WRows, x, first, smaller(whole, first + chunk), lane, lanes[g]);
+        Kernel::template accumulate<XRows, WRows, ahead>(w + g * WRows, x, first, smaller(whole, first + chunk), lane,
+                                                         lanes[g]);
   if (whole == columns) return;
   PaddedTail<Row> w_tail[WRows];
   PaddedTail<const float*> x_tail[XRows];
@@ -150,8 +152,8 @@ void linear_tile(const View<const float, 2>& x, const Weight& weight, const Out&
       out(b + j, n + r) = static_cast<typename Out::value_type>(Kernel::lane_sum(lanes[r / w_rows][r % w_rows][j]));
 }
 
-/// out[:, first..last) by a vector kernel, rows of x in blocks of 4: a weight is read from memory once and expanded once
-/// per block.
+/// out[:, first..last) by a vector kernel, rows of x in blocks of 4: a weight is read from memory once and expanded
+/// once per block.
 template <class Kernel, class Weight, class Out>
 void linear_rows(const View<const float, 2>& x, const Weight& weight, const Out& out, size first, size last) {
   for (size n = first; n < last; n += tile_rows) {
@@ -178,7 +180,8 @@ void transposed_columns_plain(const X& x, const Weight& weight, const Out& out, 
 
 /// As above for `count` <= XRows rows of x from b on and as many columns as Kernel's registers hold, then the rest.
 template <class Kernel, size XRows, class Weight, class Out>
-void transposed_x_block(const View<const float, 2>& x, const Weight& weight, const Out& out, size b, size first, size last) {
+void transposed_x_block(const View<const float, 2>& x, const Weight& weight, const Out& out, size b, size first,
+                        size last) {
   constexpr size width = Kernel::width, block = Kernel::template axpy_registers<XRows> * width;
   const size count = smaller(XRows, x.extents[0] - b), rows = x.extents[1];
   const float* x_row[XRows];

@@ -14,7 +14,7 @@ struct ExpertWeights {
 };
 
 /// Something that has experts: a std::vector<ExpertWeights>, or an object that fetches and checks an expert when it is
-/// asked for and throws where that fails.
+/// asked for and throws where that fails. What it returns must stay valid until the next one is asked for.
 template <class S>
 concept expert_source = requires(S& source, size e) {
   { source[e] } -> std::convertible_to<const ExpertWeights&>;
@@ -233,7 +233,7 @@ void require_expert_ids(const char* operation, const Ids& ids, size experts, con
     for (size j = 0; j < ids.extent(1) && !(slots.data && slots(row) == pad_slot); ++j)
       if (ids(row, j) < 0 || static_cast<size>(ids(row, j)) >= experts)
         throw invalid_argument(operation, "ids[" + std::to_string(row) + ", " + std::to_string(j) + "]",
-                               std::to_string(ids(row, j)), "between 0 and " + std::to_string(experts - 1));
+                               std::to_string(ids(row, j)), "at least 0 and below " + std::to_string(experts));
 }
 
 }  // namespace detail
@@ -249,14 +249,13 @@ void require_expert_ids(const char* operation, const Ids& ids, size experts, con
 /// Cost: 6 * R * top_k * expert_hidden * W FLOPs.
 template <latent_moe_geometry G, host_tensor<2> Latent, host_tensor<2> Ids, host_tensor<2> Weights, class Experts,
           precision P, writable_host_tensor<2> Out>
-requires(expert_source<std::remove_reference_t<Experts>>&&
-             std::same_as<typename Latent::value_type, typename P::activation>&&
-                 std::same_as<typename Weights::value_type, typename P::accumulator>&& std::same_as<
-                     typename Ids::value_type, id>) void mix_routed_experts(const host& exec, G geometry,
-                                                                            const Latent& latent, const Ids& ids,
-                                                                            const Weights& weights, Experts&& experts,
-                                                                            MoeWorkspace<P>& workspace, const Out& out,
-                                                                            HostView<const id, 1> slots = {}) {
+  requires(expert_source<std::remove_reference_t<Experts>> &&
+           std::same_as<typename Latent::value_type, typename P::activation> &&
+           std::same_as<typename Weights::value_type, typename P::accumulator> &&
+           std::same_as<typename Ids::value_type, id>)
+void mix_routed_experts(const host& exec, G geometry, const Latent& latent, const Ids& ids, const Weights& weights,
+                        Experts&& experts, MoeWorkspace<P>& workspace, const Out& out,
+                        HostView<const id, 1> slots = {}) {
   constexpr const char* operation = "mix_routed_experts";
   const size rows = latent.extent(0), width = moe_expert_width(geometry);
   check(geometry, operation);

@@ -18,7 +18,7 @@ void check_mla_append(const char* operation, G g, const KvA& kv_a, const Weight&
   require(norm_eps >= 0 && norm_eps < 1, operation, "norm_eps", norm_eps, "at least 0 and below 1");
   require_shape(operation, "positions", positions, slots.extents[0]);
   check_mla_rows(operation, slots, positions, kv, [&](size position) { return position / kv.page_size; });
-  require_separate(operation, "kv.pages", kv.pages, "kv_a", kv_a);
+  require_disjoint(operation, "kv.pages", kv.pages, "kv_a", kv_a);
 }
 
 }  // namespace detail
@@ -26,9 +26,9 @@ void check_mla_append(const char* operation, G g, const KvA& kv_a, const Weight&
 /// Writes the cache rows of new tokens: latent = RMSNorm(kv_a[:, :kv_lora], weight, norm_eps), rounded once to the
 /// cache's type, then kv_a[:, kv_lora:], the key part shared by all heads, neither normed nor rotated.
 /// Shapes: kv_a [R, kv_lora + rope], weight [kv_lora], slots [R], positions [R]; row r goes to position positions[r] of
-/// slot slots[r]; a row of pad_slot writes nothing. Throws invalid_argument, with the cache unchanged, on shapes that do
-/// not fit, a slot or position outside the cache ("cache full"), rows of one slot that do not follow each other, a block
-/// table that names no page, overlapping memory, and `mla_use_nope` false.
+/// slot slots[r]; a row of pad_slot writes nothing. Throws invalid_argument, with the cache unchanged, on shapes that
+/// do not fit, a slot or position outside the cache ("cache full"), rows of one slot that do not follow each other, a
+/// block table that names no page, overlapping memory, and `mla_use_nope` false.
 /// Accuracy: <= 6e-7 relative to double for float. Source: `kv_a_proj_with_mqa`, `kv_a_layernorm`.
 template <mla_geometry G, host_tensor<2> KvA, class Weight, index_view Slots, index_view Positions, real T>
 void mla_append(const host& exec, G geometry, const KvA& kv_a, const Weight& weight,

@@ -48,7 +48,7 @@ bool same_rows(const View<T, 2>& a, const View<U, 2>& b) {
 
 }  // namespace detail
 
-/// Queries moved into the latent space: q_latent_h = (W_UK_h^T q_nope_h | q_rope_h), W_UK_h the `nope` rows of head h in
+/// Queries moved into the latent space: q_latent_h = (W_UK_h^T q_nope_h | q_rope_h), W_UK_h head h's `nope` rows of
 /// kv_b, rounded once to the type of q_latent. Then q . (k_nope | kpe) = q_latent . (c | kpe) without expanding a key.
 /// Shapes: q [R, heads * (nope + rope)], kv_b [heads * (nope + v), kv_lora], a view or an AnyMatrix, q_latent
 /// [R, heads, kv_lora + rope]. Throws invalid_argument on shapes that do not fit, overlapping memory and `mla_use_nope`
@@ -62,8 +62,8 @@ void mla_absorb_query(const host& exec, G geometry, const Q& q, const KvB& kv_b,
   detail::require_shape("mla_absorb_query", "q", q, rows, mla_q_width(geometry));
   detail::check_kv_b("mla_absorb_query", geometry, kv_b);
   detail::require_shape("mla_absorb_query", "q_latent", q_latent, rows, geometry.heads, mla_cache_width(geometry));
-  detail::require_separate("mla_absorb_query", "q_latent", q_latent, "q", q);
-  detail::require_separate("mla_absorb_query", "q_latent", q_latent, "kv_b", detail::kv_b_bytes(kv_b));
+  detail::require_disjoint("mla_absorb_query", "q_latent", q_latent, "q", q);
+  detail::require_disjoint("mla_absorb_query", "q_latent", q_latent, "kv_b", detail::kv_b_bytes(kv_b));
   detail::with_typed(kv_b, [&](const auto& weight) {
     const size bytes = geometry.heads * nope * latent * sizeof(*weight.data);
     detail::parallel_chunks(exec, geometry.heads, 1, bytes, [&](size first, size last) {
@@ -81,7 +81,7 @@ void mla_absorb_query(const host& exec, G geometry, const Q& q, const KvB& kv_b,
 
 /// The attention output of every head from its latent mean: o_h = W_UV_h o_latent_h, W_UV_h the `v` rows of head h in
 /// kv_b (behind its `nope` rows), rounded once to the type of `out`.
-/// Shapes: o_latent [R, heads, kv_lora], kv_b [heads * (nope + v), kv_lora], a view or an AnyMatrix, out [R, heads * v].
+/// Shapes: o_latent [R, heads, kv_lora], kv_b [heads * (nope + v), kv_lora], a view or AnyMatrix, out [R, heads * v].
 /// Throws invalid_argument on shapes that do not fit and overlapping memory. Cost: 2 R heads v kv_lora FLOPs.
 template <mla_geometry G, host_tensor<3> O, class KvB, writable_host_tensor<2> Out>
 void mla_expand_values(const host& exec, G geometry, const O& o_latent, const KvB& kv_b, const Out& out) {
@@ -90,8 +90,8 @@ void mla_expand_values(const host& exec, G geometry, const O& o_latent, const Kv
   detail::require_shape("mla_expand_values", "o_latent", o_latent, rows, geometry.heads, geometry.kv_lora_rank);
   detail::check_kv_b("mla_expand_values", geometry, kv_b);
   detail::require_shape("mla_expand_values", "out", out, rows, mla_v_width(geometry));
-  detail::require_separate("mla_expand_values", "out", out, "o_latent", o_latent);
-  detail::require_separate("mla_expand_values", "out", out, "kv_b", detail::kv_b_bytes(kv_b));
+  detail::require_disjoint("mla_expand_values", "out", out, "o_latent", o_latent);
+  detail::require_disjoint("mla_expand_values", "out", out, "kv_b", detail::kv_b_bytes(kv_b));
   detail::with_typed(kv_b, [&](const auto& weight) {
     const size bytes = geometry.heads * v * geometry.kv_lora_rank * sizeof(*weight.data);
     detail::parallel_chunks(exec, geometry.heads, 1, bytes, [&](size first, size last) {
@@ -103,7 +103,7 @@ void mla_expand_values(const host& exec, G geometry, const O& o_latent, const Kv
 }
 
 /// The output gate: out = x * sigmoid(gate), rounded once on store.
-/// Shapes: x, gate and out [R, n]; out may be x or gate. Throws invalid_argument on shapes that do not fit and on memory
+/// Shapes: x, gate and out [R, n]; out may be x or gate. Throws invalid_argument on shapes that do not fit and memory
 /// that overlaps in another way. Source: `g_proj`, `mla_use_output_gate`.
 template <host_tensor<2> X, host_tensor<2> Gate, writable_host_tensor<2> Out>
 void mla_output_gate(const host& exec, const X& x, const Gate& gate, const Out& out) {
@@ -112,8 +112,8 @@ void mla_output_gate(const host& exec, const X& x, const Gate& gate, const Out& 
   detail::require_shape("mla_output_gate", "x", x, rows, count);
   detail::require_shape("mla_output_gate", "gate", gate, rows, count);
   detail::require_shape("mla_output_gate", "out", out, rows, count);
-  if (!detail::same_rows(x, out)) detail::require_separate("mla_output_gate", "out", out, "x", x);
-  if (!detail::same_rows(gate, out)) detail::require_separate("mla_output_gate", "out", out, "gate", gate);
+  if (!detail::same_rows(x, out)) detail::require_disjoint("mla_output_gate", "out", out, "x", x);
+  if (!detail::same_rows(gate, out)) detail::require_disjoint("mla_output_gate", "out", out, "gate", gate);
   detail::parallel_chunks(exec, rows * count, 64, rows * count * 32, [&](size first, size last) {
     for (size i = first; i < last; ++i) {
       const size r = i / count, c = i % count;
@@ -186,22 +186,22 @@ void check_mla_decode(G g, const Q& q, const KvA& kv_a, const Norm& norm, const 
             gate.data ? "given" : "absent", g.mla_use_output_gate ? "a gate" : "none: mla_use_output_gate is false");
   if (gate.data) {
     require_shape(operation, "gate", gate, rows, mla_v_width(g));
-    if (!same_rows(gate, out)) require_separate(operation, "out", out, "gate", gate);
+    require_disjoint(operation, "out", out, "gate", gate);  // out is written before the gate is read
   }
-  require_separate(operation, "out", out, "q", q);
-  require_separate(operation, "out", out, "kv_a", kv_a);
-  require_separate(operation, "out", out, "kv_b", kv_b_bytes(kv_b));
-  require_separate(operation, "out", out, "kv.pages", kv.pages);
-  require_separate(operation, "kv.pages", kv.pages, "q", q);
+  require_disjoint(operation, "out", out, "q", q);
+  require_disjoint(operation, "out", out, "kv_a", kv_a);
+  require_disjoint(operation, "out", out, "kv_b", kv_b_bytes(kv_b));
+  require_disjoint(operation, "out", out, "kv.pages", kv.pages);
+  require_disjoint(operation, "kv.pages", kv.pages, "q", q);
 }
 
 }  // namespace detail
 
-/// The attention of a gated NoPE MLA layer, from its projections to the input of o_proj, for R new tokens: mla_append of
-/// all rows, mla_absorb_query, mla_attend, mla_expand_values, mla_output_gate, with their rounding points.
+/// The attention of a gated NoPE MLA layer, from its projections to the input of o_proj, for R new tokens: mla_append,
+/// mla_absorb_query, mla_attend, mla_expand_values, mla_output_gate, with their rounding points.
 /// Shapes: q [R, heads * (nope + rope)], the output of q_b_proj; kv_a [R, kv_lora + rope], of kv_a_proj_with_mqa;
 /// kv_a_norm [kv_lora]; kv_b [heads * (nope + v), kv_lora]; gate [R, heads * v], of g_proj, its data null exactly where
-/// `mla_use_output_gate` is false; slots, positions [R]; out [R, heads * v], which may be gate. Rows of pad_slot are not
+/// `mla_use_output_gate` is false; slots, positions [R]; out [R, heads * v]. Rows of pad_slot are not
 /// looked at and give zeros. Throws invalid_argument as its parts do, before anything changes.
 /// Accuracy against double: float within 1e-6 of the largest element up to 200 positions and 2e-6 at 1000, bf16 within
 /// 8e-3 (relative L2). Source: `self_attn` of a full-attention layer; eps is the geometry's `norm_eps`.

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include <k3/core/bf16.hpp>
-#include <k3/core/view.hpp>
+#include <k3/core/overlap.hpp>
 #include <k3/geometry/mla_config.hpp>
 
 namespace k3 {
@@ -26,8 +26,8 @@ inline constexpr bool is_index_view<View<T, 1>> = std::is_integral_v<std::remove
 template <class V>
 concept index_view = detail::is_index_view<V>;
 
-/// Element offset of the row of `position` in page `page`: (page * page_size + position % page_size) * stride, in 64 bits
-/// whatever the types of the arguments.
+/// Element offset of the row of `position` in page `page`: (page * page_size + position % page_size) * stride, in 64
+/// bits whatever the types of the arguments.
 template <class Page>
 K3_HOST_DEVICE constexpr size mla_row_offset(Page page, size page_size, size position, size stride) {
   return (static_cast<size>(page) * page_size + position % page_size) * stride;
@@ -57,8 +57,8 @@ struct MlaKvView {
   }
 };
 
-/// Owns the latent cache of one MLA layer for `slots` sequences of up to `capacity` positions; it never grows. Without a
-/// page size a slot is one page; with one, the capacity is rounded up to whole pages, page b of slot s being
+/// Owns the latent cache of one MLA layer for `slots` sequences of up to `capacity` positions; it never grows. Without
+/// a page size a slot is one page; with one, the capacity is rounded up to whole pages, page b of slot s being
 /// s * blocks + b. The lengths are bookkeeping for snapshots and resets; no operation reads or changes them.
 /// Bytes: slots * capacity * (kv_lora_rank + qk_rope_head_dim) * sizeof(T), taken from the system as they are written.
 /// Throws invalid_argument for sizes of zero or too large, std::bad_alloc where there is no memory.
@@ -220,27 +220,6 @@ void check_mla_rows(const char* operation, const Slots& slots, const Positions& 
         refuse("kv.block_table of row ", r, page, "a page below " + std::to_string(kv.pages.extents[0]));
     }
   }
-}
-
-/// The bytes from a view's first element to its last.
-struct ByteRange {
-  std::uintptr_t first = 0, last = 0;
-};
-template <class T, size Rank>
-ByteRange byte_range(const View<T, Rank>& v) {
-  if (v.elements() == 0) return {};
-  size furthest = 0;
-  for (size d = 0; d < Rank; ++d) furthest += (v.extents[d] - 1) * v.strides[d];
-  const std::uintptr_t first = reinterpret_cast<std::uintptr_t>(v.data);
-  return {first, first + (furthest + 1) * sizeof(T)};
-}
-
-/// Throws where what is written shares memory with what is read.
-template <class Written, class Read>
-void require_separate(const char* operation, const char* written, const Written& a, const char* read, const Read& b) {
-  const ByteRange x = byte_range(a), y = byte_range(b);
-  if (x.last <= y.first || y.last <= x.first) return;
-  throw invalid_argument(operation, written, std::string("overlapping ") + read, "memory of its own");
 }
 
 }  // namespace detail

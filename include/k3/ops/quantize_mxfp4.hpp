@@ -17,8 +17,8 @@ inline std::uint8_t mxfp4_scale_byte(double largest) {
   return static_cast<std::uint8_t>(smaller(larger(exponent, 0), 254));
 }
 
-/// The nearest code of a double. All limits between codes are floats, so a value that is none only needs its side of one:
-/// it goes to float towards zero and is marked as inexact.
+/// The nearest code of a double. All limits between codes are floats, so a value that is none only needs its side of
+/// one: it goes to float towards zero and is marked as inexact.
 inline std::uint8_t e2m1_encode_double(double value) {
   const float nearest = static_cast<float>(value);
   const double back = static_cast<double>(nearest);
@@ -50,8 +50,8 @@ void quantize_mxfp4_row(const T* x, std::uint8_t* packed, std::uint8_t* scale, s
 /// Stores a matrix as MXFP4 by the rule of the OCP microscaling specification.
 /// Per 32 columns of a row: scale byte s = floor(log2(max |x|)) - 2 + 127, within 0..254; code = nearest E2M1 of
 /// x / 2^(s - 127), ties to the even code, 6 at most. A group of zeros gets s = 0, as does any group below 2^-124.
-/// Shapes: x [N, K], packed [N, K/2], scale [N, K/32]; K a multiple of 32. Source: `*_packed`, `*_scale` of a checkpoint.
-/// Accuracy: |error| <= max(|x| / 5, 2^(s - 127) / 4) up to |x| = 6 * 2^(s - 127), and < |x| / 4 above, where codes end.
+/// Shapes: x [N, K], packed [N, K/2], scale [N, K/32]; K a multiple of 32. Source: `*_packed`, `*_scale` tensors.
+/// Accuracy: |error| <= max(|x| / 5, 2^(s - 127) / 4) up to |x| = 6 * 2^(s - 127); < |x| / 4 above, where codes end.
 /// Throws invalid_argument, before anything is written, on other shapes and where x is NaN or infinite.
 template <host_tensor<2> X, writable_host_tensor<2> Packed, writable_host_tensor<2> Scale>
   requires(real<typename X::value_type> && std::same_as<typename Packed::value_type, std::uint8_t> &&

@@ -11,10 +11,10 @@ template <class Acc, class Term>
 Acc lane_sum(size count, Term&& term) {
   constexpr size lanes = 16;
   Acc sum[lanes] = {};
-  size i = 0;
-  for (; i + lanes <= count; i += lanes)
+  const size left = count % lanes, whole = count - left;
+  for (size i = 0; i < whole; i += lanes)
     for (size lane = 0; lane < lanes; ++lane) sum[lane] += term(i + lane);
-  for (size lane = 0; i < count; ++i, ++lane) sum[lane] += term(i);
+  for (size lane = 0; lane < left; ++lane) sum[lane] += term(whole + lane);
   for (size width = lanes / 2; width > 0; width /= 2)
     for (size lane = 0; lane < width; ++lane) sum[lane] += sum[lane + width];
   return sum[0];

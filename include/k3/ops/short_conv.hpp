@@ -5,6 +5,7 @@
 
 #include <k3/core/any_view.hpp>
 #include <k3/core/execution.hpp>
+#include <k3/core/overlap.hpp>
 #include <k3/ops/kda_head_avx512.hpp>
 #include <k3/ops/require_weight.hpp>
 #include <k3/ops/slot_runs.hpp>
@@ -59,8 +60,8 @@ void with_kda_kernel(const host& exec, F&& f) {
 
 }  // namespace detail
 
-/// Causal depthwise convolution with SiLU, one token per row: y[c] = silu(sum_j weight[c, j] input[c, t - K + 1 + j]), the
-/// last tap on the current token, no bias. `window` keeps the last K - 1 inputs of every slot, oldest first.
+/// Causal depthwise convolution with SiLU, one token per row: y[c] = silu(sum_j weight[c, j] input[c, t - K + 1 + j]),
+/// the last tap on the current token, no bias. `window` keeps the last K - 1 inputs of every slot, oldest first.
 /// Shapes: x [R, C], weight [C, K] (a stored [C, 1, K] is the same memory), slots [R], window [slots, C, K-1], out
 /// [R, C], rounded once on store. Rows of one slot are consecutive tokens; a row of pad_slot gives zeros.
 /// Throws invalid_argument on shapes, slots or overlapping memory, before anything changes.

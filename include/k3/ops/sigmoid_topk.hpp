@@ -87,15 +87,15 @@ void require_no_nan_bias(const char* operation, const char* argument, const Bias
 /// Shapes: logits [R, E] (float or double, unrounded), bias [E], ids [R, k], weights [R, k]; ids and weights are memory
 /// of their own. Throws invalid_argument on shapes that do not fit, k outside 1..E, a NaN bias or an infinite scale,
 /// before anything is written; on NaN logits after all rows are done, naming the first such row, which has ids 0..k-1
-/// and weights 0. Accuracy: weights <= 1e-6 relative to double for float and k <= 64, where both choose the same
-/// experts. Cost: E sigmoids and about E + k^2 comparisons a row. Source: `block_sparse_moe.gate`.
+/// and weights 0.
+/// Accuracy: weights <= 1e-6 relative to double for float and k <= 64, where both choose the same experts.
+/// Cost: E sigmoids and about E + k^2 comparisons a row. Source: `block_sparse_moe.gate`.
 template <host_tensor<2> Logits, class Bias, writable_host_tensor<2> Ids, writable_host_tensor<2> Weights>
-requires(std::same_as<typename Logits::value_type, accumulator_t<typename Logits::value_type>>&&
-             std::same_as<typename Weights::value_type, typename Logits::value_type>&&
-                 std::same_as<typename Ids::value_type, id>) void sigmoid_topk(const host& exec, const Logits& logits,
-                                                                               const Bias& bias, size k,
-                                                                               bool renormalize, float scale,
-                                                                               const Ids& ids, const Weights& weights) {
+  requires(std::same_as<typename Logits::value_type, accumulator_t<typename Logits::value_type>> &&
+           std::same_as<typename Weights::value_type, typename Logits::value_type> &&
+           std::same_as<typename Ids::value_type, id>)
+void sigmoid_topk(const host& exec, const Logits& logits, const Bias& bias, size k, bool renormalize, float scale,
+                  const Ids& ids, const Weights& weights) {
   const size rows = logits.extent(0), experts = logits.extent(1);
   detail::require(experts > 0 && experts < (size{1} << 31), "sigmoid_topk", "the number of experts", experts,
                   "between 1 and 2^31 - 1");
