@@ -57,6 +57,8 @@ class DeviceBuffer {
   void copy_from(const T* host_data, size first, size count) {
     detail::check_cuda("DeviceBuffer", "cudaMemcpy to the device",
                        cudaMemcpy(data_ + first, host_data, count * sizeof(T), cudaMemcpyHostToDevice));
+    // A copy from pageable memory may return before it has landed; a kernel on another stream must not overtake it.
+    detail::check_cuda("DeviceBuffer", "cudaDeviceSynchronize", cudaDeviceSynchronize());
   }
   void copy_to(T* host_data, size first, size count) const {
     detail::check_cuda("DeviceBuffer", "cudaMemcpy to the host",

@@ -194,9 +194,10 @@ requires(std::same_as<typename Out::value_type, float>) void kda_decode_token(
 /// but the rounding points of the three: the convolved q, k, v and the output, each once, to the type of x_qkv. Shapes:
 /// x_qkv [R, 3*H*D] before the convolution, z [R, H*D] (f_b_proj), A_log [H or more], dt_bias [H*D], beta [R, H]
 /// logits, gate [R, H*D] logits (g_proj), o_norm [D], slots [R], out [R, H*D]; weights float or bf16. Decay by
-/// geometry.gate_lower_bound. Bad slots, padding, status, errors and bits as in the form above.
-/// Accuracy: float within 2e-6 of double, of the largest output. Cost: each state element read once and written once,
-/// in kda_config terms 8 H D^2 bytes per row (12.6 MB at the released geometry) where D is 128.
+/// geometry.gate_lower_bound. Bad slots, padding, status, errors and bits as in the form above; out may not be gate.
+/// Accuracy: float within 2e-6 of double, of the largest output; bf16 within 5e-4 of the host's bf16 path (relative L2,
+/// heads of 24 and more). Cost: 8 H D^2 bytes of state a row (12.6 MB at the released geometry), once through registers
+/// where D is 128 and the kernel 4; other heads are read twice.
 template <kda_geometry G, device_tensor<2> X, class W, device_tensor<2> Z, device_tensor<2> Beta, device_tensor<2> Gate,
           class Window, writable_device_tensor<2> Out>
 requires(std::same_as<typename Gate::value_type, typename X::value_type>&& std::same_as<

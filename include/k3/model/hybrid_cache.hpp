@@ -5,9 +5,9 @@
 #include <variant>
 
 #include <k3/model/cache_snapshot.hpp>
+#include <k3/model/sequence_table.hpp>
 #include <k3/ops/kda_state.hpp>
 #include <k3/ops/mla_kv.hpp>
-#include <k3/ops/row_status.hpp>
 
 namespace k3 {
 
@@ -35,10 +35,8 @@ class HybridCache {
   /// Throws invalid_argument for sizes of zero or beyond memory's reach.
   HybridCache(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots, size capacity,
               size page_size = 0)
-      : capacity_(capacity) {
-    detail::require(slots > 0 && slots < (size{1} << 31), "HybridCache", "slots", slots, "between 1 and 2^31 - 1");
+      : capacity_(capacity), sequences_(slots) {
     detail::require(capacity > 0, "HybridCache", "capacity", capacity, "at least 1 position");
-    sequences_.resize(slots);
     layers_.reserve(graph.layers.size());
     for (const K3LayerSpec& layer : graph.layers) {
       if (layer.mixer == MixerKind::Kda) layers_.emplace_back(std::in_place_type<Kda>, kda, slots);
@@ -51,7 +49,7 @@ class HybridCache {
   }
 
   size layers() const { return layers_.size(); }
-  size slots() const { return sequences_.size(); }
+  size slots() const { return sequences_.slots(); }
   size capacity() const { return capacity_; }
 
   LayerCache<P>& layer(size index) { return layers_[index]; }
@@ -63,21 +61,20 @@ class HybridCache {
   const Mla* mla(size index) const { return index < layers_.size() ? std::get_if<Mla>(&layers_[index]) : nullptr; }
 
   /// Tokens that the sequence in `slot` has taken: the position of its next one.
-  size position(size slot) const { return sequence(slot).position; }
+  size position(size slot) const { return sequences_[slot].position; }
   /// Anything but ok: a step found NaN in this sequence; only reset or restore make the slot usable again.
-  RowStatus status(size slot) const { return sequence(slot).status; }
+  RowStatus status(size slot) const { return sequences_[slot].status; }
 
   /// Makes the slot that of a new, empty sequence.
   void reset(size slot) {
-    Sequence& s = sequence(slot);
+    sequences_.replace(slot, 0);
     for (LayerCache<P>& layer : layers_)
       if (Kda* state = std::get_if<Kda>(&layer)) state->reset(slot);
-    s = {0, s.generation + 1, RowStatus::ok};
   }
 
   /// What a step that succeeded (or did not) makes of a slot; for decoders.
-  void advance(size slot, size tokens) { sequence(slot).position += tokens; }
-  void invalidate(size slot, RowStatus status) { sequence(slot).status = status; }
+  void advance(size slot, size tokens) { sequences_.advance(slot, tokens); }
+  void invalidate(size slot, RowStatus status) { sequences_.invalidate(slot, status); }
 
   CacheSnapshot<P> snapshot(size slot) const;
   /// Replaces the slot's sequence by a snapshot's. Throws invalid_argument, changing nothing, where the snapshot is of
@@ -97,17 +94,6 @@ class HybridCache {
   void rollback(const RollbackPoint<P>& point);
 
  private:
-  struct Sequence {
-    size position = 0, generation = 0;
-    RowStatus status = RowStatus::ok;
-  };
-  const Sequence& sequence(size slot) const {
-    if (slot >= sequences_.size())
-      throw invalid_argument("HybridCache", "slot", std::to_string(slot), "below " + std::to_string(slots()));
-    return sequences_[slot];
-  }
-  Sequence& sequence(size slot) { return const_cast<Sequence&>(std::as_const(*this).sequence(slot)); }
-
   static LayerSnapshot<P> kda_snapshot(const Kda& state, size slot) {
     LayerSnapshot<P> result;
     result.mixer = MixerKind::Kda;
@@ -125,15 +111,13 @@ class HybridCache {
 
   size capacity_ = 0;
   std::vector<LayerCache<P>> layers_;
-  std::vector<Sequence> sequences_;
+  SequenceTable sequences_;
 };
 
 template <precision P>
 CacheSnapshot<P> HybridCache<P>::snapshot(size slot) const {
   CacheSnapshot<P> result;
-  result.position = sequence(slot).position;
-  detail::require(status(slot) == RowStatus::ok, "HybridCache::snapshot", "the slot's sequence", text(status(slot)),
-                  "a usable sequence");
+  result.position = sequences_.usable(slot, "HybridCache::snapshot").position;
   for (const LayerCache<P>& layer : layers_) {
     if (const Kda* state = std::get_if<Kda>(&layer)) {
       result.layers.push_back(kda_snapshot(*state, slot));
@@ -171,7 +155,7 @@ void HybridCache<P>::check_layer(size index, size position, const LayerSnapshot<
 
 template <precision P>
 void HybridCache<P>::restore(size slot, const CacheSnapshot<P>& snapshot) {
-  Sequence& s = sequence(slot);
+  static_cast<void>(sequences_[slot]);  // throws where there is no such slot
   detail::require(snapshot.layers.size() == layers_.size(), "HybridCache::restore", "the snapshot's layers",
                   snapshot.layers.size(), layers_.size());
   detail::require(snapshot.position <= capacity_, "HybridCache::restore", "the snapshot's position", snapshot.position,
@@ -187,14 +171,12 @@ void HybridCache<P>::restore(size slot, const CacheSnapshot<P>& snapshot) {
     for (size position = 0; position < snapshot.position; ++position)
       for (size i = 0; i < kv.width(); ++i) kv.row(slot, position)[i] = from.latents[position * kv.width() + i];
   }
-  s = {snapshot.position, s.generation + 1, RowStatus::ok};
+  sequences_.replace(slot, snapshot.position);
 }
 
 template <precision P>
 RollbackPoint<P> HybridCache<P>::rollback_point(size slot) const {
-  const Sequence& s = sequence(slot);
-  detail::require(s.status == RowStatus::ok, "HybridCache::rollback_point", "the slot's sequence", text(s.status),
-                  "a usable sequence");
+  const SequenceTable::Sequence& s = sequences_.usable(slot, "HybridCache::rollback_point");
   RollbackPoint<P> point{slot, s.position, s.generation, {}};
   for (const LayerCache<P>& layer : layers_)
     if (const Kda* state = std::get_if<Kda>(&layer)) point.kda_layers.push_back(kda_snapshot(*state, slot));
@@ -203,11 +185,7 @@ RollbackPoint<P> HybridCache<P>::rollback_point(size slot) const {
 
 template <precision P>
 void HybridCache<P>::rollback(const RollbackPoint<P>& point) {
-  Sequence& s = sequence(point.slot);
-  detail::require(point.generation == s.generation, "HybridCache::rollback", "the point",
-                  "of a sequence that has left the slot", "one of the slot's present sequence");
-  detail::require(point.position <= s.position, "HybridCache::rollback", "the point's position", point.position,
-                  "at most the sequence's, " + std::to_string(s.position));
+  sequences_.require_past(point.slot, point.generation, point.position, "HybridCache::rollback");
   size next = 0, kda_layers = 0;
   for (const LayerCache<P>& layer : layers_) kda_layers += std::holds_alternative<Kda>(layer);
   detail::require(point.kda_layers.size() == kda_layers, "HybridCache::rollback", "the point's KDA layers",
@@ -217,8 +195,7 @@ void HybridCache<P>::rollback(const RollbackPoint<P>& point) {
   next = 0;
   for (LayerCache<P>& layer : layers_)
     if (Kda* state = std::get_if<Kda>(&layer)) put_kda(*state, point.slot, point.kda_layers[next++]);
-  s.position = point.position;
-  s.status = RowStatus::ok;
+  sequences_.rewind(point.slot, point.position);
 }
 
 }  // namespace k3

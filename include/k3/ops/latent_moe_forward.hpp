@@ -22,10 +22,28 @@ struct BasicLatentMoeWeights {
 };
 using LatentMoeWeights = BasicLatentMoeWeights<MemorySpace::host>;
 
+/// An expert's id, or none (as made from nothing or from an empty optional).
+class OptionalExpert {
+ public:
+  OptionalExpert() = default;
+  OptionalExpert(size expert) : expert_(expert) {}
+  OptionalExpert(const std::optional<size>& expert) {
+    if (expert) expert_ = *expert;
+  }
+
+  explicit operator bool() const { return expert_ != none; }
+  size operator*() const { return expert_; }
+
+ private:
+  // Not an optional itself: g++ takes the value that an empty one does not have for one that is read uninitialised.
+  static constexpr size none = ~size{0};
+  size expert_ = none;
+};
+
 /// What a call of latent_moe_forward may bring along.
 struct LatentMoeOptions {
   /// Ablation: router logits are 0 but for this expert's, which is 8. Source: `K3_FORCE_EXPERT`.
-  std::optional<size> force_expert{};
+  OptionalExpert force_expert{};
   /// [R]: rows with pad_slot are not routed and give 0.
   HostView<const id, 1> slots{};
   /// [R]: where given, a row with NaN router logits is marked here and does not throw.
@@ -137,9 +155,9 @@ void add_shared(const Routed& routed, const Shared& shared, const MoeBuffers<P>&
 /// scaled. Without a latent width the experts work on x. Rounded to the activation type: each linear's output, the
 /// activations, the experts' outputs, their sum, the norm's output, the result.
 /// Shapes: x and out [R, hidden] (out may be x), weights and experts as their types say.
-/// Throws invalid_argument, before anything is written, on shapes, sizes and weights that do not fit the geometry, a NaN
-/// bias and a forced expert that does not exist; passes on what `experts` throws, `out` unchanged. A row with NaN router
-/// logits reads no expert and gives NaN; `options.status` is told, or else the call throws after the other rows are done.
+/// Throws invalid_argument, before anything is written, on shapes, sizes and weights that do not fit the geometry, a
+/// NaN bias and a forced expert that does not exist; passes on what `experts` throws, `out` unchanged. A row with NaN
+/// router logits reads no expert and gives NaN; `options.status` is told, or else the call throws at the end.
 /// Accuracy: <= 8e-7 of the largest element relative to double for float.
 /// Cost: 2 R (n_routed + 2 latent) hidden + 6 R (top_k width + n_shared hidden) expert_hidden FLOPs.
 template <latent_moe_geometry G, host_tensor<2> X, class Experts, precision P, writable_host_tensor<2> Out>

@@ -19,7 +19,7 @@ namespace k3::kernel {
 template <class Window>
 struct KdaChannel {
   unsigned input;  // raw
-  float taps[4];   // of a kernel of 4; dt_bias and A_log for a decay
+  float taps[4];   // of a kernel of 4; for a decay dt_bias, A_log, the raw gate logit and o_norm
   Window past[3];
 };
 
@@ -66,6 +66,10 @@ struct KdaRun {
       if constexpr (Fused) {
         channel.taps[0] = a.fused.dt_bias.template at<FloatWeights>(at(c));
         channel.taps[1] = a.fused.A_log.template at<FloatWeights>(head);
+        channel.taps[2] = __uint_as_float(raw(a.fused.gate + size{row} * a.fused.gate_stride + at(c)));
+        channel.taps[3] = a.fused.o_norm.template at<FloatWeights>(c);
+      } else {
+        for (float& unused : channel.taps) unused = 0;  // defined on both sides, the loads need no branch and no spill
       }
       return;
     }
@@ -97,6 +101,7 @@ struct KdaRun {
     float* to = shared.of[role] + c;
     if (role == kda_decay) {
       *to = std::exp(log_decay(channel));
+      if constexpr (Fused) shared.gate[c] = channel.taps[3] * sigmoid(value_of<X>(__float_as_uint(channel.taps[2])));
       return;
     }
     const float input = value_of<X>(channel.input);
@@ -134,19 +139,6 @@ struct KdaRun {
     if (head == 0 && threadIdx.x == 0 && a.status) a.status[row] = a.bad_slot;
   }
 
-  struct Gate {
-    unsigned logit = 0;  // raw
-    float weight = 0;
-  };
-  __device__ __forceinline__ Gate fetch_gate(unsigned row, unsigned c) const {
-    if constexpr (Fused)
-      return {raw(a.fused.gate + size{row} * a.fused.gate_stride + at(c)), a.fused.o_norm.template at<FloatWeights>(c)};
-    else
-      return {};
-  }
-  __device__ __forceinline__ void compute_gate(const Gate& gate, unsigned c) const {
-    if constexpr (Fused) shared.gate[c] = gate.weight * sigmoid(value_of<X>(gate.logit));
-  }
   /// The row's output, from shared.core and shared.gate.
   __device__ __forceinline__ void emit(unsigned row) const {
     float scale = 1;
@@ -156,7 +148,6 @@ struct KdaRun {
       scale = rms_scale(squares, dim(), a.fused.norm_eps);
     }
     for (unsigned c = thread_anew(); c < dim(); c += StaticDim == 0 ? kda_threads : StaticDim) {
-      if constexpr (Fused && StaticDim == 0) compute_gate(fetch_gate(row, c), c);
       const float result = Fused ? shared.core[c] * scale * shared.gate[c] : shared.core[c];
       a.out[size{row} * a.out_stride + at(c)] = static_cast<typename Arguments::Out>(result);
     }
@@ -201,7 +192,6 @@ struct KdaRun {
   /// What a thread knows of a row before the slot's memory answers.
   struct Ahead {
     KdaChannel<Window> own[own_channels];
-    Gate gate;
     unsigned beta;  // raw
   };
   __device__ __forceinline__ void fetch_ahead(Ahead& ahead, unsigned row) const {
@@ -210,7 +200,6 @@ struct KdaRun {
     if constexpr (StaticDim != 0) {
 #pragma unroll
       for (unsigned i = 0; i < own_channels; ++i) fetch(ahead.own[i], row, own_role(thread, i), own_c(thread));
-      if (thread < StaticDim) ahead.gate = fetch_gate(row, thread);
     }
   }
   __device__ __forceinline__ void fetch_own_past(Ahead& ahead, size slot) const {
@@ -250,8 +239,6 @@ struct KdaRun {
       each_channel(ahead.own, row, slot, [&](const KdaChannel<Window>& channel, unsigned role, unsigned c) {
         compute(channel, slot, role, c);
       });
-      if constexpr (StaticDim != 0)
-        if (threadIdx.x < StaticDim) compute_gate(ahead.gate, threadIdx.x);
       if (__syncthreads_or(again)) {
         refuse(row);
       } else {

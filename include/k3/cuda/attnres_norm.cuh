@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <k3/cuda/rms_norm.cuh>
+#include <k3/kernels/attnres_norm.cuh>
+
+namespace k3 {
+
+/// What attnres_norm may bring along.
+struct AttnResNormOptions {
+  float mix = 1.0f;                ///< ablation: 0 the running stream alone, 1 the mixture. Source: `K3_ATTNRES_MIX`
+  DeviceView<float, 2> mixed{};    ///< [R, hidden]: receives what goes into the norm
+  DeviceView<float, 2> probs{};    ///< [R, n + 1]: receives the weights of the sources
+};
+
+namespace detail {
+
+/// A vector [n] or [1, n] of run-time or known type, as the kernel takes it.
+template <class Weight>
+kernel::AttnResVector attnres_vector(const char* argument, const Weight& weight, size count) {
+  kernel::AttnResVector result{};
+  constexpr size rank = sizeof(weight.extents) / sizeof(size);
+  if constexpr (device_tensor<Weight, 1>) require_shape("attnres_norm", argument, weight, count);
+  else if constexpr (device_tensor<Weight, 2>) require_shape("attnres_norm", argument, weight, size{1}, count);
+  else if constexpr (rank == 1) require_shape("attnres_norm", argument, weight, {count});
+  else require_shape("attnres_norm", argument, weight, {size{1}, count});
+  with_device_weight("attnres_norm", argument, weight, [&](const auto& typed) {
+    using T = std::remove_const_t<typename std::remove_cvref_t<decltype(typed)>::value_type>;
+    result = {typed.data, std::same_as<T, float>, reinterpret_cast<std::uintptr_t>(typed.data) % 16 == 0};
+  });
+  return result;
+}
+
+/// Whether a kernel was compiled for, and so runs on, a device with clusters.
+template <class Kernel>
+bool compiled_for_clusters(Kernel* kernel) {
+  cudaFuncAttributes attributes{};
+  check_cuda("attnres_norm", "cudaFuncGetAttributes", cudaFuncGetAttributes(&attributes, kernel));
+  return attributes.ptxVersion >= 90;
+}
+
+template <class T>
+void launch_attnres_norm(const gpu& exec, const kernel::AttnResArguments<T>& a) {
+  constexpr unsigned blocks = 8, most = kernel::attnres_threads * 8;
+  static const bool clusters = compiled_for_clusters(kernel::attnres_norm<blocks, T>);
+  const bool few = a.stored < kernel::attnres_kept && a.rows < size{1} << 28;
+  if (few && a.hidden <= most) {
+    kernel::attnres_norm<1><<<static_cast<unsigned>(a.rows), kernel::attnres_threads, 0, exec.stream>>>(a);
+  } else if (few && clusters && a.hidden <= blocks * most) {
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = blocks, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(a.rows) * blocks);
+    config.blockDim = dim3(kernel::attnres_threads);
+    config.stream = exec.stream;
+    config.attrs = &cluster, config.numAttrs = 1;
+    check_cuda("attnres_norm", "cudaLaunchKernelEx", cudaLaunchKernelEx(&config, kernel::attnres_norm<blocks, T>, a));
+  } else {
+    kernel::attnres_norm_any<<<grid_size(a.rows, 1), kernel::attnres_any_threads, 0, exec.stream>>>(a);
+  }
+  check_launch("attnres_norm");
+}
+
+}  // namespace detail
+
+/// A sublayer's input on the device, attnres_mix and rms_norm in one launch: out = rms(sum_j p_j s_j; norm, norm_eps) over the
+/// snapshots and, last, the running stream; p = softmax of sum(res_norm * res_proj * s_j) / sqrt(mean(s_j^2) + res_eps). The
+/// mixture is not rounded, out is rounded once.
+/// Shapes: snapshots [n, R, hidden] (n may be 0, up to 255), running and out [R, hidden], res_norm and norm [hidden], res_proj
+/// [hidden] or [1, hidden]. A row's bits do not depend on R or on other rows. out has memory of its own.
+/// Throws invalid_argument on shapes that do not fit, an eps that is negative or not finite, a mix outside 0..1.
+/// Cost: up to 9 sources and hidden 8192, every source is read once. Source: `*_res_norm`, `*_res_proj` and the norm behind.
+template <device_tensor<3> Snapshots, device_tensor<2> Running, class ResNorm, class ResProj, class Norm,
+          writable_device_tensor<2> Out>
+  requires(std::same_as<typename Out::value_type, typename Running::value_type> &&
+           std::same_as<typename Snapshots::value_type, typename Running::value_type>)
+void attnres_norm(const gpu& exec, const Snapshots& snapshots, const Running& running, const ResNorm& res_norm,
+                  const ResProj& res_proj, float res_eps, const Norm& norm, float norm_eps, const Out& out,
+                  const AttnResNormOptions& options = {}) {
+  constexpr const char* operation = "attnres_norm";
+  const size stored = snapshots.extent(0), rows = running.extent(0), hidden = running.extent(1);
+  detail::require(hidden > 0 && hidden < size{1} << 31, operation, "running's width", hidden, "between 1 and 2^31 - 1");
+  detail::require(stored < kernel::attnres_most_sources, operation, "the number of snapshots", stored, "at most 255");
+  detail::require_shape(operation, "snapshots", snapshots, stored, rows, hidden);
+  detail::require_shape(operation, "running", running, rows, hidden);
+  detail::require_shape(operation, "out", out, rows, hidden);
+  const auto usable = [](float eps) { return eps >= 0 && eps - eps == 0; };
+  detail::require(usable(res_eps), operation, "res_eps", res_eps, "finite and not negative");
+  detail::require(usable(norm_eps), operation, "norm_eps", norm_eps, "finite and not negative");
+  detail::require(options.mix >= 0.0f && options.mix <= 1.0f, operation, "mix", options.mix, "between 0 and 1");
+  detail::require(static_cast<const void*>(out.data) != running.data || rows == 0, operation, "out", "running",
+                  "memory of its own");
+  if (options.mixed.data) detail::require_shape(operation, "mixed", options.mixed, rows, hidden);
+  if (options.probs.data) detail::require_shape(operation, "probs", options.probs, rows, stored + 1);
+
+  kernel::AttnResArguments<typename Running::value_type> a{};
+  a.snapshots = snapshots.data, a.source_stride = snapshots.strides[0], a.snapshot_stride = snapshots.strides[1];
+  a.running = running.data, a.running_stride = running.strides[0];
+  a.out = out.data, a.out_stride = out.strides[0];
+  a.mixed = options.mixed.data, a.mixed_stride = options.mixed.strides[0];
+  a.probs = options.probs.data, a.probs_stride = options.probs.strides[0];
+  a.norm = detail::attnres_vector("res_norm", res_norm, hidden);
+  a.proj = detail::attnres_vector("res_proj", res_proj, hidden);
+  a.weight = detail::attnres_vector("norm", norm, hidden);
+  a.stored = static_cast<unsigned>(stored), a.hidden = static_cast<unsigned>(hidden), a.rows = rows;
+  a.res_eps = res_eps, a.norm_eps = norm_eps, a.mix = options.mix;
+  a.vector = (stored == 0 || detail::rows_aligned(snapshots)) && detail::rows_aligned(running) && detail::rows_aligned(out);
+  if (rows > 0) detail::launch_attnres_norm(exec, a);
+}
+
+}  // namespace k3

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <k3/core/bf16.hpp>
+#include <k3/geometry/mla_config.hpp>
+
+// MLA on the device for tests that a plain C++ compiler builds: host vectors in, host vectors out. Numbers are floats
+// that the activation type holds exactly.
+namespace k3::test {
+
+/// A batch and the paged cache it meets.
+struct MlaDeviceInputs {
+  MlaConfig g;
+  size slots = 1, blocks = 1, page_size = 1, page_count = 1;
+  std::vector<float> q, kv_a, norm, kv_b, gate;  // of all rows; gate is empty where there is none
+  std::vector<id> slot;
+  std::vector<size> position;
+  std::vector<float> pages;  // [page_count, page_size, width]
+  std::vector<id> table;     // [slots, blocks]
+
+  size rows() const { return slot.size(); }
+};
+
+struct MlaDeviceOptions {
+  size step = 0;               ///< rows of a call; 0: all in one
+  size shift = 0, gap = 0;     ///< elements before each tensor and between its rows
+  int replays = 0;             ///< captured once and replayed that often, the cache restored before each
+  bool float_weights = false;  ///< norm and kv_b as F32
+  bool with_status = true;
+};
+
+struct MlaDeviceOutputs {
+  std::vector<float> out, pages;
+  std::vector<unsigned> status;
+};
+
+/// mla_decode_token; T is the activation type.
+template <class T>
+MlaDeviceOutputs mla_on_device(const MlaDeviceInputs& in, const MlaDeviceOptions& options = {});
+
+/// The launch_k3_* form, with a contiguous cache; `resident` keeps it on the device.
+template <class T>
+MlaDeviceOutputs mla_launched(const MlaDeviceInputs& in, bool resident);
+
+/// One row of the inputs in slot `slot` of an MlaDeviceKv<bf16> of `slots` slots with room for one position.
+std::vector<float> mla_in_far_slot(const MlaDeviceInputs& in, size slots, size slot);
+
+/// Moves random rows through an MlaDeviceKv<bf16> of shuffled pages; empty, or what went wrong.
+std::string mla_device_kv_faults();
+
+/// "operation/argument" of what a call with one wrong argument is refused for, by name of the case; empty where it is
+/// accepted.
+std::string mla_refused_argument(const std::string& wrong);
+
+/// Whether a geometry without fields gives the bits of its run-time twin.
+bool mla_static_geometry_agrees();
+
+}  // namespace k3::test

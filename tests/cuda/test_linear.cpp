@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <k3/ops/dense_mlp.hpp>
+
+#include "cuda/device_test.hpp"
+#include "cuda/linear_device.hpp"
+#include "support/compare.hpp"
+
+using namespace k3;
+using namespace k3::test;
+
+namespace {
+
+/// Random numbers, rounded where they are to be bf16.
+std::vector<float> numbers(size count, unsigned seed, bool is_bf16, double scale = 1.0) {
+  std::vector<float> values = converted<float>(random_normal(count, seed, scale));
+  if (is_bf16)
+    for (float& value : values) value = static_cast<float>(bf16(value));
+  return values;
+}
+
+ProductCase make_case(size tokens, size columns, bool bf16_x = true) {
+  ProductCase c;
+  c.tokens = tokens, c.columns = columns, c.bf16_x = bf16_x;
+  c.x = numbers(tokens * columns, static_cast<unsigned>(tokens + 31 * columns), bf16_x);
+  return c;
+}
+
+ProductMatrix make_matrix(size rows, size columns, bool bf16_weight = true, bool bf16_out = true, bool gated = false) {
+  ProductMatrix m;
+  const double scale = 1 / std::sqrt(static_cast<double>(columns + 1));
+  m.rows = rows, m.bf16_weight = bf16_weight, m.bf16_out = bf16_out;
+  m.weight = numbers(rows * columns, static_cast<unsigned>(7 + rows), bf16_weight, scale);
+  if (gated) m.up = numbers(rows * columns, static_cast<unsigned>(9 + rows), bf16_weight, scale);
+  return m;
+}
+
+/// out = x W^T in double, by loops of its own.
+std::vector<double> product(const std::vector<float>& x, const std::vector<float>& weight, size tokens, size rows, size columns) {
+  std::vector<double> out(tokens * rows);
+  for (size t = 0; t < tokens; ++t)
+    for (size n = 0; n < rows; ++n)
+      for (size k = 0; k < columns; ++k)
+        out[t * rows + n] += static_cast<double>(x[t * columns + k]) * static_cast<double>(weight[n * columns + k]);
+  return out;
+}
+
+std::vector<float> first_rows(const std::vector<float>& values, size from, size count, size columns) {
+  return {values.begin() + static_cast<std::ptrdiff_t>(from * columns),
+          values.begin() + static_cast<std::ptrdiff_t>((from + count) * columns)};
+}
+
+template <class Got, class Want>
+double relative_l2(const Got& got, const Want& want) {
+  double difference = 0, norm = 0;
+  for (size i = 0; i < want.size(); ++i) {
+    const double w = static_cast<double>(want[i]), d = static_cast<double>(got[i]) - w;
+    difference += d * d, norm += w * w;
+  }
+  return got.size() == want.size() ? std::sqrt(difference / (norm > 0 ? norm : 1)) : 1e9;
+}
+
+float rounded(float value, bool is_bf16) { return is_bf16 ? static_cast<float>(bf16(value)) : value; }
+
+struct Shape {
+  size tokens, rows, columns;
+};
+
+}  // namespace
+
+TEST_CASE("the device's product agrees with double") {
+  for (const Shape s : {Shape{1, 1, 1}, Shape{1, 16, 32}, Shape{3, 7, 5}, Shape{9, 33, 96}, Shape{33, 17, 1000},
+                        Shape{2, 100, 1024}, Shape{13, 48, 1032}, Shape{40, 65, 2056}, Shape{5, 31, 3583}, Shape{130, 19, 1537}})
+    for (const bool bf16_x : {true, false})
+      for (const bool bf16_weight : {true, false}) {
+        CAPTURE(s.tokens, s.rows, s.columns, bf16_x, bf16_weight);
+        const ProductCase c = make_case(s.tokens, s.columns, bf16_x);
+        const ProductMatrix m = make_matrix(s.rows, s.columns, bf16_weight, false);
+        const auto want = product(c.x, m.weight, s.tokens, s.rows, s.columns);
+        check(compare(device_linear(c, m), want, bf16_x && bf16_weight ? 1e-5 : 2e-6, 0, true));
+      }
+}
+
+TEST_CASE("the device's product at released shapes agrees with the host's") {
+  if (small_only()) return;
+  for (const Shape s : {Shape{4, 576, 7168}, Shape{33, 96, 7168}, Shape{2, 128, 12288}, Shape{2, 300, 3584}, Shape{9, 256, 33792}}) {
+    CAPTURE(s.tokens, s.rows, s.columns);
+    const ProductCase c = make_case(s.tokens, s.columns);
+    const ProductMatrix m = make_matrix(s.rows, s.columns);
+    const auto x = converted<bf16>(c.x), weight = converted<bf16>(m.weight);
+    std::vector<bf16> host_out(s.tokens * s.rows);
+    linear(host{}, view(x, s.tokens, s.columns), view(weight, s.rows, s.columns), view(host_out, s.tokens, s.rows));
+    const auto got = device_linear(c, m);
+    CHECK(relative_l2(got, host_out) <= 1e-3);
+    check(compare(got, host_out, 1.0 / 128, 1e-4));  // one unit in the last place of bf16, at most
+  }
+}
+
+TEST_CASE("a row of the device's product has the same bits in any batch, alone and shifted") {
+  for (const size columns : {size{96}, size{1000}, size{1024}, size{1056}, size{2312}, size{3584}}) {
+    if (small_only() && columns > 1056) continue;
+    const bool bf16_x = GENERATE(true, false);
+    CAPTURE(columns, bf16_x);
+    const size rows = 45;
+    const ProductMatrix m = make_matrix(rows, columns, true, false);
+    const ProductCase all = make_case(128, columns, bf16_x);
+    const auto want = device_linear(all, m);
+    for (const size tokens : {1, 2, 7, 8, 9, 16, 17, 33, 64, 65}) {
+      for (const size from : {size{0}, 128 - tokens}) {
+        CAPTURE(tokens, from);
+        ProductCase c = all;
+        c.tokens = tokens, c.x = first_rows(all.x, from, tokens, columns);
+        check(same_bits(device_linear(c, m), first_rows(want, from, tokens, rows)));
+      }
+    }
+    for (const size shift : {size{1}, size{8}})
+      for (const size gap : {size{0}, size{3}, size{8}}) {
+        CAPTURE(shift, gap);
+        ProductCase c = all;
+        c.shift = shift, c.gap = gap;
+        check(same_bits(device_linear(c, m), want));
+      }
+    check(same_bits(device_linear(all, m), want));
+    ProductCase replayed = all;
+    replayed.replays = 3;
+    check(same_bits(device_linear(replayed, m), want));
+  }
+}
+
+TEST_CASE("projections in one launch have the bits of separate ones") {
+  for (const size columns : {size{64}, size{1096}})
+    for (const size tokens : {size{1}, size{8}, size{19}, size{70}})
+      for (const bool bf16_x : {true, false}) {
+        CAPTURE(columns, tokens, bf16_x);
+        const ProductCase c = make_case(tokens, columns, bf16_x);
+        const std::vector<ProductMatrix> matrices = {
+            make_matrix(33, columns, true, bf16_x), make_matrix(1, columns, true, bf16_x), make_matrix(50, columns, true, false),
+            make_matrix(21, columns, true, bf16_x, true), make_matrix(20, columns, false, false), make_matrix(0, columns),
+            make_matrix(17, columns, true, bf16_x)};
+        const auto together = device_projections(c, matrices);
+        for (size i = 0; i < matrices.size(); ++i) {
+          CAPTURE(i);
+          check(same_bits(together[i], device_projections(c, {matrices[i]})[0]));
+          if (matrices[i].up.empty()) check(same_bits(together[i], device_linear(c, matrices[i])));
+        }
+      }
+}
+
+TEST_CASE("a gated projection is the activation of two rounded products") {
+  for (const GluConfig glu : {GluConfig{}, GluConfig{GluConfig::Kind::situ, 4.0f, std::nullopt}, GluConfig::silu()})
+    for (const size tokens : {size{1}, size{12}})
+      for (const bool bf16_x : {true, false}) {
+        const size columns = 1040, rows = 37;
+        CAPTURE(tokens, bf16_x, static_cast<int>(glu.kind));
+        const ProductCase c = make_case(tokens, columns, bf16_x);
+        ProductMatrix m = make_matrix(rows, columns, true, bf16_x, true), up = m;
+        m.glu = glu;
+        up.weight = m.up, up.up.clear();
+        ProductMatrix gate = m;
+        gate.up.clear();
+        const auto g = device_linear(c, gate), u = device_linear(c, up);
+        std::vector<float> want(tokens * rows);
+        situ_glu_vec(host{}, glu, view(g, tokens, rows), view(u, tokens, rows), view(want, tokens, rows));
+        check(compare(device_projections(c, {m})[0], want, bf16_x ? 1.0 / 256 : 2e-6, 1e-30));
+      }
+}
+
+TEST_CASE("linear_add rounds where separate additions do") {
+  for (const bool bf16_x : {true, false})
+    for (const bool replace : {true, false})
+      for (const bool with_other : {true, false})
+        for (const Shape s : {Shape{1, 40, 96}, Shape{9, 19, 1056}}) {
+          CAPTURE(bf16_x, replace, with_other, s.tokens);
+          ProductCase c = make_case(s.tokens, s.columns, bf16_x);
+          const ProductMatrix m = make_matrix(s.rows, s.columns, true, bf16_x);
+          const auto stream = numbers(s.tokens * s.rows, 3, bf16_x);
+          const auto other = with_other ? numbers(s.tokens * s.rows, 4, bf16_x) : std::vector<float>{};
+          auto part = device_linear(c, m);
+          std::vector<float> want = part;
+          for (size i = 0; i < part.size(); ++i) {
+            if (with_other) part[i] = rounded(part[i] + other[i], bf16_x);
+            want[i] = replace ? part[i] : rounded(stream[i] + part[i], bf16_x);
+          }
+          for (const int replays : {0, 3}) {
+            c.replays = replays;
+            const AddResult got = device_linear_add(c, m, stream, other, replace);
+            check(same_bits(got.part, part));
+            check(same_bits(got.stream, want));
+            check(same_bits(got.snapshot, stream));
+          }
+        }
+}
+
+TEST_CASE("the device's gated MLP agrees with the host's") {
+  for (const Shape s : {Shape{1, 8, 16}, Shape{5, 70, 33}, Shape{11, 40, 1100}})
+    for (const bool bf16_x : {true, false}) {
+      CAPTURE(s.tokens, s.rows, s.columns, bf16_x);
+      const ProductCase c = make_case(s.tokens, s.columns, bf16_x);
+      const ProductMatrix gated = make_matrix(s.rows, s.columns, true, bf16_x, true), down = make_matrix(s.columns, s.rows);
+      const auto got = device_dense_mlp(c, gated, down);
+      const auto host_mlp = [&](auto precision, auto zero) {
+        using P = decltype(precision);
+        using T = typename P::activation;
+        const auto x = converted<T>(c.x);
+        const auto g = converted<bf16>(gated.weight), u = converted<bf16>(gated.up), d = converted<bf16>(down.weight);
+        std::vector<T> out(s.tokens * s.columns, zero);
+        MlpWorkspace<P> workspace(s.rows, s.tokens);
+        dense_mlp(host{}, gated.glu, view(x, s.tokens, s.columns), view(g, s.rows, s.columns), view(u, s.rows, s.columns),
+                  view(d, s.columns, s.rows), workspace, view(out, s.tokens, s.columns));
+        return converted<double>(out);
+      };
+      if (bf16_x) CHECK(relative_l2(got, host_mlp(Bf16{}, bf16(0.0f))) <= 5e-3);
+      else check(compare(got, host_mlp(Fp64{}, 0.0), 5e-6, 0, true));
+    }
+}
+
+TEST_CASE("NaN and infinity stay in their row of the device's product") {
+  for (const size columns : {size{72}, size{1048}})
+    for (const size tokens : {size{3}, size{20}}) {
+      const ProductCase c = make_case(tokens, columns);
+      const ProductMatrix m = make_matrix(18, columns);
+      auto want = device_linear(c, m);
+      ProductCase bad = c;
+      bad.x[columns + 3] = std::numeric_limits<float>::quiet_NaN();
+      bad.x[2 * columns + columns - 1] = std::numeric_limits<float>::infinity();
+      const auto got = device_linear(bad, m);
+      for (size n = 0; n < 18; ++n) {
+        CHECK(std::isnan(got[18 + n]));
+        CHECK(std::isinf(got[36 + n]));
+        want[18 + n] = got[18 + n], want[36 + n] = got[36 + n];
+      }
+      check(same_bits(got, want));
+    }
+}
+
+TEST_CASE("empty products on the device") {
+  CHECK(device_linear(make_case(0, 8), make_matrix(3, 8)).empty());
+  CHECK(device_linear(make_case(3, 8), make_matrix(0, 8)).empty());
+  CHECK(device_linear(make_case(2, 0), make_matrix(3, 0)) == std::vector<float>(6, 0.0f));
+  CHECK(device_projections(make_case(2, 8), {}).empty());
+}
+
+TEST_CASE("70,000 rows of x") {
+  if (small_only()) return;
+  const size tokens = 70000, columns = 40;
+  const ProductMatrix m = make_matrix(9, columns);
+  const ProductCase all = make_case(tokens, columns);
+  const auto got = device_linear(all, m);
+  for (size from = 0; from < tokens; from += 14000) {
+    ProductCase c = all;
+    c.tokens = 1000, c.x = first_rows(all.x, from, 1000, columns);
+    check(same_bits(first_rows(got, from, 1000, 9), device_linear(c, m)));
+  }
+}
+
+TEST_CASE("the device's products refuse what does not fit") {
+  const std::vector<std::string> want = {"linear/weight", "linear/out's rows", "linear/weight", "linear/out", "linear/weight",
+                                         "linear_add/other", "gated_projection/beta", "dense_mlp/workspace.max_rows",
+                                         "dense_mlp/down_proj"};
+  CHECK(device_linear_refusals() == want);
+}
