@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The dense products of a layer on the GPU at the released geometry, bf16: microseconds of a graph replay, GB/s and percent of the
-// read ceiling measured in the same run. Weights are random and taken in turn from more memory than the L2 cache holds.
+// The dense products of a layer on the GPU at the released geometry, bf16: microseconds of a graph replay, GB/s and
+// percent of the read ceiling measured in the same run. Weights are random and taken in turn from more memory than the
+// L2 cache holds.
 
 #include <algorithm>
 #include <cstdio>
@@ -53,7 +54,8 @@ class Bench {
     detail::check_cuda("bench", "cudaStreamSynchronize", cudaStreamSynchronize(stream_));
     const auto words = reinterpret_cast<const uint4*>(pool_.data());
     const double us = time(1, [&](const gpu& exec) {
-      read_all<<<static_cast<unsigned>(detail::multiprocessors()) * 4, 512, 0, exec.stream>>>(words, pool_bytes / 16, sink_.data());
+      read_all<<<static_cast<unsigned>(detail::multiprocessors()) * 4, 512, 0, exec.stream>>>(words, pool_bytes / 16,
+                                                                                              sink_.data());
     });
     ceiling_ = static_cast<double>(pool_bytes) / us;  // bytes per microsecond
     std::printf("read ceiling %.0f GB/s\n", ceiling_ * 1e-3);
@@ -73,7 +75,9 @@ class Bench {
     return device_view(reinterpret_cast<T*>(scratch_.data() + which * (size{8} << 20)), count, columns);
   }
   template <class T>
-  T* part(size bytes_from) { return reinterpret_cast<T*>(scratch_.data() + bytes_from / 2); }
+  T* part(size bytes_from) {
+    return reinterpret_cast<T*>(scratch_.data() + bytes_from / 2);
+  }
 
   /// Median microseconds of one of `inside` calls within a graph.
   template <class Work>
@@ -104,7 +108,8 @@ class Bench {
   }
 
   void report(const std::string& name, size batch, double us, double bytes) const {
-    std::printf("%-34s B=%-4zu %9.2f us %8.0f GB/s %6.1f %%\n", name.c_str(), batch, us, bytes / us * 1e-3, 100 * bytes / us / ceiling_);
+    std::printf("%-34s B=%-4zu %9.2f us %8.0f GB/s %6.1f %%\n", name.c_str(), batch, us, bytes / us * 1e-3,
+                100 * bytes / us / ceiling_);
   }
 
  private:
@@ -122,8 +127,10 @@ int calls_for(double bytes) { return std::clamp(static_cast<int>(5e8 / bytes) + 
 double run_linear(Bench& bench, const char* name, size n, size k, size batch, bool float_out = false) {
   const double bytes = 2.0 * static_cast<double>(n * k);
   const double us = bench.time(calls_for(bytes), [&](const gpu& exec) {
-    if (float_out) linear(exec, bench.rows(0, batch, k), bench.weight(n, k), bench.rows<float>(1, batch, n));
-    else linear(exec, bench.rows(0, batch, k), bench.weight(n, k), bench.rows(1, batch, n));
+    if (float_out)
+      linear(exec, bench.rows(0, batch, k), bench.weight(n, k), bench.rows<float>(1, batch, n));
+    else
+      linear(exec, bench.rows(0, batch, k), bench.weight(n, k), bench.rows(1, batch, n));
   });
   bench.report(name, batch, us, bytes);
   return us;
@@ -152,9 +159,12 @@ double run_projections(Bench& bench, const char* name, std::initializer_list<Par
     size which = 1;
     for (const Part& p : parts) {
       const auto w = bench.weight(p.rows, k);
-      if (p.gated) list.push_back(gated_projection(GluConfig{}, w, bench.weight(p.rows, k), bench.rows(which, batch, p.rows)));
-      else if (p.float_out) list.push_back(projection(w, bench.rows<float>(which, batch, p.rows)));
-      else list.push_back(projection(w, bench.rows(which, batch, p.rows)));
+      if (p.gated)
+        list.push_back(gated_projection(GluConfig{}, w, bench.weight(p.rows, k), bench.rows(which, batch, p.rows)));
+      else if (p.float_out)
+        list.push_back(projection(w, bench.rows<float>(which, batch, p.rows)));
+      else
+        list.push_back(projection(w, bench.rows(which, batch, p.rows)));
       ++which;
     }
     detail::run_projections(exec, "projections", detail::read_only(bench.rows(0, batch, k)), list.data(), list.size());
@@ -164,15 +174,19 @@ double run_projections(Bench& bench, const char* name, std::initializer_list<Par
 }
 
 void run_batch(Bench& b, size batch) {
-  const double kda = run_projections(b, "KDA q k v g f_a b 49376x7168", {{12288}, {12288}, {12288}, {12288}, {128}, {96}}, 7168, batch) +
-                     run_linear(b, "KDA f_b 12288x128", 12288, 128, batch) + run_add(b, "o_proj + residual 7168x12288", 7168, 12288, batch);
+  const double kda = run_projections(b, "KDA q k v g f_a b 49376x7168",
+                                     {{12288}, {12288}, {12288}, {12288}, {128}, {96}}, 7168, batch) +
+                     run_linear(b, "KDA f_b 12288x128", 12288, 128, batch) +
+                     run_add(b, "o_proj + residual 7168x12288", 7168, 12288, batch);
   b.report("= KDA projections", batch, kda, 2.0 * (49376.0 * 7168 + 12288.0 * 128 + 7168.0 * 12288));
   const double mla = run_projections(b, "MLA q_a kv_a g 14400x7168", {{1536}, {576}, {12288}}, 7168, batch) +
-                     run_linear(b, "MLA q_b 18432x1536", 18432, 1536, batch) + run_add(b, "o_proj + residual 7168x12288", 7168, 12288, batch);
+                     run_linear(b, "MLA q_b 18432x1536", 18432, 1536, batch) +
+                     run_add(b, "o_proj + residual 7168x12288", 7168, 12288, batch);
   b.report("= MLA projections", batch, mla, 2.0 * (14400.0 * 7168 + 18432.0 * 1536 + 7168.0 * 12288));
-  const double moe =
-      run_projections(b, "MoE router down gate|up 16768x7168", {{896, false, true}, {3584}, {6144, true}}, 7168, batch) +
-      run_linear(b, "MoE shared down 7168x6144", 7168, 6144, batch) + run_add(b, "MoE latent up + residual 7168x3584", 7168, 3584, batch);
+  const double moe = run_projections(b, "MoE router down gate|up 16768x7168",
+                                     {{896, false, true}, {3584}, {6144, true}}, 7168, batch) +
+                     run_linear(b, "MoE shared down 7168x6144", 7168, 6144, batch) +
+                     run_add(b, "MoE latent up + residual 7168x3584", 7168, 3584, batch);
   b.report("= MoE dense part", batch, moe, 2.0 * (16768.0 * 7168 + 7168.0 * 6144 + 7168.0 * 3584));
   const double mlp = run_projections(b, "MLP gate|up 67584x7168", {{33792, true}}, 7168, batch) +
                      run_add(b, "MLP down + residual 7168x33792", 7168, 33792, batch);
@@ -195,18 +209,20 @@ void run_rows(Bench& b, size batch) {
     const auto* data = static_cast<const bf16*>(sources.data);
     set = (set + 1) % 64;
     attnres_norm(exec, device_view(data, size{8}, batch, hidden), device_view(data + 8 * batch * hidden, batch, hidden),
-                 vector(set << 16), vector((64 + set) << 16), 1e-5f, vector((128 + set) << 16), 1e-5f, b.rows(6, batch, hidden));
+                 vector(set << 16), vector((64 + set) << 16), 1e-5f, vector((128 + set) << 16), 1e-5f,
+                 b.rows(6, batch, hidden));
   });
   b.report("AttnRes mix + RMSNorm, 9 sources", batch, mix, bytes);
   const double norm = b.time(32, [&](const gpu& exec) {
-    rms_norm(exec, b.rows(0, batch, 3584), device_view(b.part<bf16>(size{100} << 16), size{3584}), 1e-6f, b.rows(1, batch, 3584));
+    rms_norm(exec, b.rows(0, batch, 3584), device_view(b.part<bf16>(size{100} << 16), size{3584}), 1e-6f,
+             b.rows(1, batch, 3584));
   });
   b.report("RMSNorm 3584", batch, norm, static_cast<double>(batch) * 3584 * 4);
   const DeviceBuffer<id> ids(batch);
   DeviceArgmaxWorkspace workspace(batch);
   const auto* logits = static_cast<const float*>(b.weight(batch * 2, 163840).data);
-  const double choice =
-      b.time(32, [&](const gpu& exec) { argmax(exec, device_view(logits, batch, size{163840}), workspace, ids.view(batch)); });
+  const double choice = b.time(
+      32, [&](const gpu& exec) { argmax(exec, device_view(logits, batch, size{163840}), workspace, ids.view(batch)); });
   b.report("arg-max 163840 (L2)", batch, choice, static_cast<double>(batch) * 163840 * 4);
 }
 

@@ -23,9 +23,13 @@ class DeviceRows {
  public:
   /// NaN everywhere, so that an element that nobody writes is seen.
   DeviceRows(size rows, size columns, Layout layout = {})
-      : rows_(rows), columns_(columns), layout_(layout),
-        buffer_(std::vector<T>(layout.shift + rows * (columns + layout.gap) + 8, T(std::numeric_limits<float>::quiet_NaN()))) {}
-  DeviceRows(size rows, size columns, const std::vector<float>& values, Layout layout = {}) : DeviceRows(rows, columns, layout) {
+      : rows_(rows),
+        columns_(columns),
+        layout_(layout),
+        buffer_(std::vector<T>(layout.shift + rows * (columns + layout.gap) + 8,
+                               T(std::numeric_limits<float>::quiet_NaN()))) {}
+  DeviceRows(size rows, size columns, const std::vector<float>& values, Layout layout = {})
+      : DeviceRows(rows, columns, layout) {
     if (values.size() != rows * columns) throw std::runtime_error("DeviceRows: wrong number of values");
     set(values);
   }
@@ -51,7 +55,8 @@ class DeviceRows {
     size next = 0;
     const auto untouched = [&](size to) {
       for (; next < to; ++next)
-        if (!std::isnan(static_cast<float>(all[next]))) throw std::runtime_error("DeviceRows: written outside the matrix");
+        if (!std::isnan(static_cast<float>(all[next])))
+          throw std::runtime_error("DeviceRows: written outside the matrix");
     };
     for (size r = 0; r < rows_; ++r) {
       untouched(at(r));
@@ -69,12 +74,16 @@ class DeviceRows {
   DeviceBuffer<T> buffer_;
 };
 
-/// work(stream) once on a stream of its own or, with `replays`, captured and replayed that often with `before` in front of each.
+/// work(stream) once on a stream of its own or, with `replays`, captured and replayed that often with `before` in front
+/// of each.
 template <class Work, class Before>
 void run_on_stream(int replays, Work&& work, Before&& before) {
   const Stream stream;
-  if (replays == 0) work(gpu{stream});
-  else replay(stream, replays, [&] { work(gpu{stream}); }, before);
+  if (replays == 0)
+    work(gpu{stream});
+  else
+    replay(
+        stream, replays, [&] { work(gpu{stream}); }, before);
   stream.wait();
 }
 

@@ -36,7 +36,8 @@ struct Weights {
   Rows weight, up;
   Weights(const ProductCase& c, const ProductMatrix& m)
       : weight(rows_of(m.bf16_weight, m.rows, c.columns, m.weight, {c.shift, 0})),
-        up(m.up.empty() ? rows_of(m.bf16_weight, 0, 0, Layout{}) : rows_of(m.bf16_weight, m.rows, c.columns, m.up, {c.shift, 0})) {}
+        up(m.up.empty() ? rows_of(m.bf16_weight, 0, 0, Layout{})
+                        : rows_of(m.bf16_weight, m.rows, c.columns, m.up, {c.shift, 0})) {}
 };
 
 Projection projection_of(const ProductMatrix& m, const Weights& w, const Rows& out) {
@@ -50,7 +51,9 @@ Projection projection_of(const ProductMatrix& m, const Weights& w, const Rows& o
 
 void call_projections(const gpu& exec, const Rows& x, const std::vector<Projection>& list) {
   std::visit(
-      [&](const auto& typed) { detail::run_projections(exec, "projections", detail::read_only(typed.view()), list.data(), list.size()); },
+      [&](const auto& typed) {
+        detail::run_projections(exec, "projections", detail::read_only(typed.view()), list.data(), list.size());
+      },
       x);
 }
 
@@ -66,7 +69,8 @@ std::vector<std::vector<float>> device_projections(const ProductCase& c, const s
     outs.push_back(rows_of(m.bf16_out, c.tokens, m.rows, layout_of(c)));
     list.push_back(projection_of(m, weights.back(), outs.back()));
   }
-  run_on_stream(c.replays, [&](const gpu& exec) { call_projections(exec, x, list); }, [] {});
+  run_on_stream(
+      c.replays, [&](const gpu& exec) { call_projections(exec, x, list); }, [] {});
   std::vector<std::vector<float>> results;
   for (const Rows& out : outs) results.push_back(values_of(out));
   return results;
@@ -76,12 +80,13 @@ std::vector<float> device_linear(const ProductCase& c, const ProductMatrix& m) {
   const Rows x = rows_of(c.bf16_x, c.tokens, c.columns, c.x, layout_of(c));
   const Weights w(c, m);
   const Rows out = rows_of(m.bf16_out, c.tokens, m.rows, layout_of(c));
-  run_on_stream(c.replays,
-                [&](const gpu& exec) {
-                  std::visit([&](const auto& from, const auto& to) { linear(exec, from.view(), matrix_of(w.weight), to.view()); },
-                             x, out);
-                },
-                [] {});
+  run_on_stream(
+      c.replays,
+      [&](const gpu& exec) {
+        std::visit([&](const auto& from, const auto& to) { linear(exec, from.view(), matrix_of(w.weight), to.view()); },
+                   x, out);
+      },
+      [] {});
   return values_of(out);
 }
 
@@ -98,8 +103,9 @@ AddResult linear_add_typed(const ProductCase& c, const ProductMatrix& m, const s
   LinearAddOptions<T> options;
   options.replace = replace, options.part = part.view(), options.snapshot = snapshot.view();
   if (!other.empty()) second.set(other), options.other = second.view();
-  run_on_stream(c.replays, [&](const gpu& exec) { linear_add(exec, x.view(), matrix_of(w.weight), sum.view(), options); },
-                [&] { sum.set(stream); });
+  run_on_stream(
+      c.replays, [&](const gpu& exec) { linear_add(exec, x.view(), matrix_of(w.weight), sum.view(), options); },
+      [&] { sum.set(stream); });
   return {sum.get(), part.get(), snapshot.get()};
 }
 
@@ -111,11 +117,13 @@ std::vector<float> dense_mlp_typed(const ProductCase& c, const ProductMatrix& ga
   const Rows last = rows_of(down.bf16_weight, down.rows, gated.rows, down.weight, {c.shift, 0});
   const DeviceRows<T> out(c.tokens, down.rows, layout_of(c));
   DeviceMlpWorkspace<P> workspace(gated.rows, c.tokens);
-  run_on_stream(c.replays,
-                [&](const gpu& exec) {
-                  dense_mlp(exec, gated.glu, x.view(), matrix_of(w.weight), matrix_of(w.up), matrix_of(last), workspace, out.view());
-                },
-                [] {});
+  run_on_stream(
+      c.replays,
+      [&](const gpu& exec) {
+        dense_mlp(exec, gated.glu, x.view(), matrix_of(w.weight), matrix_of(w.up), matrix_of(last), workspace,
+                  out.view());
+      },
+      [] {});
   return out.get();
 }
 
@@ -123,7 +131,8 @@ std::vector<float> dense_mlp_typed(const ProductCase& c, const ProductMatrix& ga
 
 AddResult device_linear_add(const ProductCase& c, const ProductMatrix& m, const std::vector<float>& stream,
                             const std::vector<float>& other, bool replace) {
-  return c.bf16_x ? linear_add_typed<bf16>(c, m, stream, other, replace) : linear_add_typed<float>(c, m, stream, other, replace);
+  return c.bf16_x ? linear_add_typed<bf16>(c, m, stream, other, replace)
+                  : linear_add_typed<float>(c, m, stream, other, replace);
 }
 
 std::vector<float> device_dense_mlp(const ProductCase& c, const ProductMatrix& gated, const ProductMatrix& down) {

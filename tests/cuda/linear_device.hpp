@@ -6,7 +6,8 @@
 
 #include <k3/geometry/latent_moe_config.hpp>
 
-// Products on the device, from host vectors to host vectors. Numbers are floats here; those of a bf16 tensor are rounded on the way.
+// Products on the device, from host vectors to host vectors. Numbers are floats here; those of a bf16 tensor are
+// rounded on the way.
 namespace k3::test {
 
 struct ProductMatrix {

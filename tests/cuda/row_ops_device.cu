@@ -32,12 +32,15 @@ std::vector<float> rms_norm_typed(const RowCall& call, size rows, size count, co
   const DeviceRows<Out> to(rows, count, layout);
   std::vector<float> result;
   with_weight(call, weight, [&](const auto& w) {
-    run_on_stream(call.replays,
-                  [&](const gpu& exec) {
-                    if (in_place) rms_norm(exec, from.view(), w, eps, from.view());
-                    else rms_norm(exec, from.view(), w, eps, to.view());
-                  },
-                  [&] { from.set(x); });
+    run_on_stream(
+        call.replays,
+        [&](const gpu& exec) {
+          if (in_place)
+            rms_norm(exec, from.view(), w, eps, from.view());
+          else
+            rms_norm(exec, from.view(), w, eps, to.view());
+        },
+        [&] { from.set(x); });
     result = in_place ? from.get() : to.get();
   });
   return result;
@@ -46,20 +49,23 @@ std::vector<float> rms_norm_typed(const RowCall& call, size rows, size count, co
 template <class T>
 MixResult attnres_norm_typed(const RowCall& call, const MixCase& c) {
   const Layout layout{call.shift, call.gap};
-  const DeviceRows<T> stored(c.stored * c.rows, c.hidden, c.snapshots, layout), running(c.rows, c.hidden, c.running, layout);
+  const DeviceRows<T> stored(c.stored * c.rows, c.hidden, c.snapshots, layout),
+      running(c.rows, c.hidden, c.running, layout);
   const DeviceRows<T> out(c.rows, c.hidden, layout);
   const DeviceRows<float> mixed(c.rows, c.hidden, layout), probs(c.rows, c.stored + 1, layout);
   DeviceView<T, 3> snapshots{stored.view().data, {c.stored, c.rows, c.hidden}, {}};
-  snapshots.strides[2] = 1, snapshots.strides[1] = c.hidden + call.gap, snapshots.strides[0] = c.rows * (c.hidden + call.gap);
+  snapshots.strides[2] = 1, snapshots.strides[1] = c.hidden + call.gap,
+  snapshots.strides[0] = c.rows * (c.hidden + call.gap);
   with_weight(call, c.res_norm, [&](const auto& res_norm) {
     with_weight(call, c.res_proj, [&](const auto& res_proj) {
       with_weight(call, c.norm, [&](const auto& norm) {
-        run_on_stream(call.replays,
-                      [&](const gpu& exec) {
-                        attnres_norm(exec, snapshots, running.view(), res_norm, res_proj, c.res_eps, norm, c.norm_eps, out.view(),
-                                     {c.mix, mixed.view(), probs.view()});
-                      },
-                      [] {});
+        run_on_stream(
+            call.replays,
+            [&](const gpu& exec) {
+              attnres_norm(exec, snapshots, running.view(), res_norm, res_proj, c.res_eps, norm, c.norm_eps, out.view(),
+                           {c.mix, mixed.view(), probs.view()});
+            },
+            [] {});
       });
     });
   });
@@ -67,14 +73,18 @@ MixResult attnres_norm_typed(const RowCall& call, const MixCase& c) {
 }
 
 template <class Entry, class Out>
-EmbedResult embed_typed(const RowCall& call, const std::vector<id>& ids, size vocab, size hidden, const std::vector<float>& table) {
+EmbedResult embed_typed(const RowCall& call, const std::vector<id>& ids, size vocab, size hidden,
+                        const std::vector<float>& table) {
   const DeviceBuffer<id> tokens(ids);
   const DeviceRows<Entry> entries(vocab, hidden, table, Layout{call.shift, 0});
   const DeviceRows<Out> out(ids.size(), hidden, Layout{call.shift, call.gap});
   const DeviceBuffer<unsigned> status(ids.size());
-  run_on_stream(call.replays,
-                [&](const gpu& exec) { embed_tokens(exec, tokens.view(ids.size()), entries.view(), out.view(), status.view(ids.size())); },
-                [] {});
+  run_on_stream(
+      call.replays,
+      [&](const gpu& exec) {
+        embed_tokens(exec, tokens.view(ids.size()), entries.view(), out.view(), status.view(ids.size()));
+      },
+      [] {});
   return {out.get(), status.to_vector()};
 }
 
@@ -96,11 +106,13 @@ IdsResult device_argmax(const RowCall& call, size rows, size count, const std::v
   DeviceBuffer<id> ids(std::vector<id>(rows + 1, 12345));
   const DeviceBuffer<unsigned> status(rows + 1);
   DeviceArgmaxWorkspace workspace(rows);
-  run_on_stream(call.replays,
-                [&](const gpu& exec) {
-                  argmax(exec, from.view(), workspace, ids.view(rows + 1).slice(0, 0, rows), status.view(rows + 1).slice(0, 0, rows));
-                },
-                [] {});
+  run_on_stream(
+      call.replays,
+      [&](const gpu& exec) {
+        argmax(exec, from.view(), workspace, ids.view(rows + 1).slice(0, 0, rows),
+               status.view(rows + 1).slice(0, 0, rows));
+      },
+      [] {});
   std::vector<id> result = ids.to_vector();
   if (result.back() != 12345) throw std::runtime_error("argmax: written past the last row");
   result.pop_back();
@@ -109,7 +121,8 @@ IdsResult device_argmax(const RowCall& call, size rows, size count, const std::v
   return {result, words};
 }
 
-EmbedResult device_embed(const RowCall& call, const std::vector<id>& ids, size vocab, size hidden, const std::vector<float>& table) {
+EmbedResult device_embed(const RowCall& call, const std::vector<id>& ids, size vocab, size hidden,
+                         const std::vector<float>& table) {
   if (call.is_bf16)
     return call.bf16_weight ? embed_typed<bf16, bf16>(call, ids, vocab, hidden, table)
                             : embed_typed<float, bf16>(call, ids, vocab, hidden, table);
@@ -129,13 +142,16 @@ std::vector<std::string> device_row_refusals() {
   return {refused_argument([&] { rms_norm(exec, m(0, 2, 4), v(5), 1e-5f, m(8, 2, 4)); }),
           refused_argument([&] { rms_norm(exec, m(0, 2, 4), v(4), 1e-5f, m(8, 2, 5)); }),
           refused_argument([&] { rms_norm(exec, m(0, 2, 4), device_view(doubles.data(), 4), 1e-5f, m(8, 2, 4)); }),
-          refused_argument([&] { embed_tokens(exec, ids.view(2), AnyMatrix<MemorySpace::device>(m(0, 5, 4)), m(32, 2, 3)); }),
+          refused_argument(
+              [&] { embed_tokens(exec, ids.view(2), AnyMatrix<MemorySpace::device>(m(0, 5, 4)), m(32, 2, 3)); }),
           refused_argument([&] { argmax(exec, m(0, 2, 4), workspace, ids.view(2)); }),
           refused_argument([&] { argmax(exec, m(0, 1, 0), workspace, ids.view(1)); }),
           refused_argument([&] { argmax(exec, m(0, 1, 4), workspace, ids.view(2)); }),
           refused_argument([&] { attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), 1e-5f, v(3), 1e-5f, m(32, 2, 4)); }),
           refused_argument([&] { attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), -1.0f, v(4), 1e-5f, m(32, 2, 4)); }),
-          refused_argument([&] { attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 2, 4), {2.0f, {}, {}}); }),
+          refused_argument([&] {
+            attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 2, 4), {2.0f, {}, {}});
+          }),
           refused_argument([&] { attnres_norm(exec, s, m(16, 1, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 1, 4)); })};
 }
 

@@ -6,8 +6,8 @@
 
 #include <k3/core/types.hpp>
 
-// Row-wise operations on the device, from host vectors to host vectors. Numbers are floats here; those of a bf16 tensor are
-// rounded on the way.
+// Row-wise operations on the device, from host vectors to host vectors. Numbers are floats here; those of a bf16 tensor
+// are rounded on the way.
 namespace k3::test {
 
 /// How a call is made: `shift` and `gap` as in linear_device.hpp, `replays` of a graph (0: a direct call).
@@ -19,7 +19,8 @@ struct RowCall {
 
 /// RMSNorm of x [rows, count]; `in_place` writes over x, `float_x` reads floats whatever the type of the result.
 std::vector<float> device_rms_norm(const RowCall& call, size rows, size count, const std::vector<float>& x,
-                                   const std::vector<float>& weight, float eps, bool in_place = false, bool float_x = false);
+                                   const std::vector<float>& weight, float eps, bool in_place = false,
+                                   bool float_x = false);
 
 struct MixCase {
   size stored = 0, rows = 0, hidden = 0;
@@ -43,7 +44,8 @@ struct EmbedResult {
   std::vector<unsigned> status;
 };
 /// `bf16_weight` is the table's type.
-EmbedResult device_embed(const RowCall& call, const std::vector<id>& ids, size vocab, size hidden, const std::vector<float>& table);
+EmbedResult device_embed(const RowCall& call, const std::vector<id>& ids, size vocab, size hidden,
+                         const std::vector<float>& table);
 
 /// "operation/argument" of what bad calls are refused for.
 std::vector<std::string> device_row_refusals();

@@ -317,7 +317,8 @@ TEST_CASE("cuda kda: a slow decay over 4096 tokens is not rounded away", "[cuda]
     in.state.assign(n * n, 0.0f);
     in.state[0] = 1;
     const std::vector<float> left = {kda_token_on_device(in).state[0]};
-    check(compare(left, std::vector<double>{std::exp(-8e-5 * static_cast<double>(tokens))}, 2e-4));
+    // Each factor is a float near 1: half an ulp of it, 4096 times over, is 2.4e-4.
+    check(compare(left, std::vector<double>{std::exp(-8e-5 * static_cast<double>(tokens))}, 1e-3));
   }
 }
 

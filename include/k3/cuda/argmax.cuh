@@ -13,7 +13,8 @@ class DeviceArgmaxWorkspace {
   DeviceArgmaxWorkspace() = default;
   explicit DeviceArgmaxWorkspace(size max_rows)
       : max_rows_(max_rows),
-        keys_(detail::checked_product("DeviceArgmaxWorkspace", "max_rows", max_rows, kernel::argmax_most_blocks), false),
+        keys_(detail::checked_product("DeviceArgmaxWorkspace", "max_rows", max_rows, kernel::argmax_most_blocks),
+              false),
         arrived_(max_rows) {}
 
   size max_rows() const { return max_rows_; }
@@ -28,26 +29,35 @@ class DeviceArgmaxWorkspace {
 };
 
 /// Greedy choice on the device: ids[r] = index of the largest logit of row r, ties to the lower index.
-/// Shapes: logits [R, V] float, ids [R], status [R] if wanted. NaN anywhere in a row: its id is -1 and its status word becomes
-/// RowStatus::nan_logits (written, never cleared). Throws invalid_argument on shapes that do not fit, V 0 and a workspace that is
-/// too small. Cost: one read of the logits, one launch.
+/// Shapes: logits [R, V] float, ids [R], status [R] if wanted. NaN anywhere in a row: its id is -1 and its status word
+/// becomes RowStatus::nan_logits (written, never cleared). Throws invalid_argument on shapes that do not fit, V 0 and a
+/// workspace that is too small. Cost: one read of the logits, one launch.
 template <device_tensor<2> Logits, writable_device_tensor<1> Ids>
   requires(std::same_as<typename Logits::value_type, float> && std::same_as<typename Ids::value_type, id>)
 void argmax(const gpu& exec, const Logits& logits, DeviceArgmaxWorkspace& workspace, const Ids& ids,
             DeviceView<unsigned, 1> status = {}) {
   const size rows = logits.extent(0), count = logits.extent(1);
-  detail::require(count > 0 && count < (size{1} << 31), "argmax", "the number of logits", count, "between 1 and 2^31 - 1");
+  detail::require(count > 0 && count < (size{1} << 31), "argmax", "the number of logits", count,
+                  "between 1 and 2^31 - 1");
   detail::require_shape("argmax", "logits", logits, rows, count);
   detail::require_shape("argmax", "ids", ids, rows);
   if (status.data != nullptr) detail::require_shape("argmax", "status", status, rows);
   detail::require(rows <= workspace.max_rows(), "argmax", "workspace.max_rows", workspace.max_rows(), rows);
   if (rows == 0) return;
-  const size blocks = detail::smaller<size>((count + kernel::argmax_share - 1) / kernel::argmax_share,
-                                            kernel::argmax_most_blocks);
-  const kernel::ArgmaxArguments a{logits.data, logits.strides[0], rows, static_cast<unsigned>(count),
-                                  static_cast<unsigned>(blocks), static_cast<unsigned>(RowStatus::nan_logits),
-                                  workspace.keys(), workspace.arrived(), ids.data, status.data};
-  kernel::argmax<kernel::argmax_threads><<<detail::grid_size(rows * blocks, 1), kernel::argmax_threads, 0, exec.stream>>>(a);
+  const size blocks =
+      detail::smaller<size>((count + kernel::argmax_share - 1) / kernel::argmax_share, kernel::argmax_most_blocks);
+  const kernel::ArgmaxArguments a{logits.data,
+                                  logits.strides[0],
+                                  rows,
+                                  static_cast<unsigned>(count),
+                                  static_cast<unsigned>(blocks),
+                                  static_cast<unsigned>(RowStatus::nan_logits),
+                                  workspace.keys(),
+                                  workspace.arrived(),
+                                  ids.data,
+                                  status.data};
+  kernel::argmax<kernel::argmax_threads>
+      <<<detail::grid_size(rows * blocks, 1), kernel::argmax_threads, 0, exec.stream>>>(a);
   detail::check_launch("argmax");
 }
 

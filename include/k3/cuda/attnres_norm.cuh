@@ -8,9 +8,9 @@ namespace k3 {
 
 /// What attnres_norm may bring along.
 struct AttnResNormOptions {
-  float mix = 1.0f;                ///< ablation: 0 the running stream alone, 1 the mixture. Source: `K3_ATTNRES_MIX`
-  DeviceView<float, 2> mixed{};    ///< [R, hidden]: receives what goes into the norm
-  DeviceView<float, 2> probs{};    ///< [R, n + 1]: receives the weights of the sources
+  float mix = 1.0f;              ///< ablation: 0 the running stream alone, 1 the mixture. Source: `K3_ATTNRES_MIX`
+  DeviceView<float, 2> mixed{};  ///< [R, hidden]: receives what goes into the norm
+  DeviceView<float, 2> probs{};  ///< [R, n + 1]: receives the weights of the sources
 };
 
 namespace detail {
@@ -20,10 +20,14 @@ template <class Weight>
 kernel::AttnResVector attnres_vector(const char* argument, const Weight& weight, size count) {
   kernel::AttnResVector result{};
   constexpr size rank = sizeof(weight.extents) / sizeof(size);
-  if constexpr (device_tensor<Weight, 1>) require_shape("attnres_norm", argument, weight, count);
-  else if constexpr (device_tensor<Weight, 2>) require_shape("attnres_norm", argument, weight, size{1}, count);
-  else if constexpr (rank == 1) require_shape("attnres_norm", argument, weight, {count});
-  else require_shape("attnres_norm", argument, weight, {size{1}, count});
+  if constexpr (device_tensor<Weight, 1>)
+    require_shape("attnres_norm", argument, weight, count);
+  else if constexpr (device_tensor<Weight, 2>)
+    require_shape("attnres_norm", argument, weight, size{1}, count);
+  else if constexpr (rank == 1)
+    require_shape("attnres_norm", argument, weight, {count});
+  else
+    require_shape("attnres_norm", argument, weight, {size{1}, count});
   with_device_weight("attnres_norm", argument, weight, [&](const auto& typed) {
     using T = std::remove_const_t<typename std::remove_cvref_t<decltype(typed)>::value_type>;
     result = {typed.data, std::same_as<T, float>, reinterpret_cast<std::uintptr_t>(typed.data) % 16 == 0};
@@ -64,13 +68,13 @@ void launch_attnres_norm(const gpu& exec, const kernel::AttnResArguments<T>& a) 
 
 }  // namespace detail
 
-/// A sublayer's input on the device, attnres_mix and rms_norm in one launch: out = rms(sum_j p_j s_j; norm, norm_eps) over the
-/// snapshots and, last, the running stream; p = softmax of sum(res_norm * res_proj * s_j) / sqrt(mean(s_j^2) + res_eps). The
-/// mixture is not rounded, out is rounded once.
-/// Shapes: snapshots [n, R, hidden] (n may be 0, up to 255), running and out [R, hidden], res_norm and norm [hidden], res_proj
-/// [hidden] or [1, hidden]. A row's bits do not depend on R or on other rows. out has memory of its own.
-/// Throws invalid_argument on shapes that do not fit, an eps that is negative or not finite, a mix outside 0..1.
-/// Cost: up to 9 sources and hidden 8192, every source is read once. Source: `*_res_norm`, `*_res_proj` and the norm behind.
+/// A sublayer's input on the device, attnres_mix and rms_norm in one launch: out = rms(sum_j p_j s_j; norm, norm_eps)
+/// over the snapshots and, last, the running stream; p = softmax of sum(res_norm * res_proj * s_j) / sqrt(mean(s_j^2) +
+/// res_eps). The mixture is not rounded, out is rounded once. Shapes: snapshots [n, R, hidden] (n may be 0, up to 255),
+/// running and out [R, hidden], res_norm and norm [hidden], res_proj [hidden] or [1, hidden]. A row's bits do not
+/// depend on R or on other rows. out has memory of its own. Throws invalid_argument on shapes that do not fit, an eps
+/// that is negative or not finite, a mix outside 0..1. Cost: up to 9 sources and hidden 8192, every source is read
+/// once. Source: `*_res_norm`, `*_res_proj` and the norm behind.
 template <device_tensor<3> Snapshots, device_tensor<2> Running, class ResNorm, class ResProj, class Norm,
           writable_device_tensor<2> Out>
   requires(std::same_as<typename Out::value_type, typename Running::value_type> &&
@@ -105,7 +109,8 @@ void attnres_norm(const gpu& exec, const Snapshots& snapshots, const Running& ru
   a.weight = detail::attnres_vector("norm", norm, hidden);
   a.stored = static_cast<unsigned>(stored), a.hidden = static_cast<unsigned>(hidden), a.rows = rows;
   a.res_eps = res_eps, a.norm_eps = norm_eps, a.mix = options.mix;
-  a.vector = (stored == 0 || detail::rows_aligned(snapshots)) && detail::rows_aligned(running) && detail::rows_aligned(out);
+  a.vector =
+      (stored == 0 || detail::rows_aligned(snapshots)) && detail::rows_aligned(running) && detail::rows_aligned(out);
   if (rows > 0) detail::launch_attnres_norm(exec, a);
 }
 

@@ -53,30 +53,32 @@ DeviceView<typename P::activation, 2> gated_half(const gpu& exec, const GluConfi
 
 }  // namespace detail
 
-/// A gated MLP without bias on the device: out = down_proj . glu(gate_proj . x, up_proj . x), in two launches. The outputs of the
-/// linears and of the activation are rounded to the precision's activation type.
-/// Shapes: x [R, hidden], gate_proj and up_proj [width, hidden] (of one type), down_proj [n, width], out [R, n]; out may be x.
-/// Throws invalid_argument on shapes that do not fit, a workspace that is too small and unusable caps, before anything is launched.
-/// Accuracy: as the host's with the same rounding points. Cost: every weight read once for up to 64 rows.
+/// A gated MLP without bias on the device: out = down_proj . glu(gate_proj . x, up_proj . x), in two launches. The
+/// outputs of the linears and of the activation are rounded to the precision's activation type. Shapes: x [R, hidden],
+/// gate_proj and up_proj [width, hidden] (of one type), down_proj [n, width], out [R, n]; out may be x. Throws
+/// invalid_argument on shapes that do not fit, a workspace that is too small and unusable caps, before anything is
+/// launched. Accuracy: as the host's with the same rounding points. Cost: every weight read once for up to 64 rows.
 template <precision P, device_tensor<2> X, writable_device_tensor<2> Out>
-  requires std::same_as<std::remove_const_t<typename X::value_type>, typename P::activation>
+  requires std::same_as<typename X::value_type, typename P::activation>
 void dense_mlp(const gpu& exec, const GluConfig& glu, const X& x, const AnyMatrix<MemorySpace::device>& gate_proj,
                const AnyMatrix<MemorySpace::device>& up_proj, const AnyMatrix<MemorySpace::device>& down_proj,
                DeviceMlpWorkspace<P>& workspace, const Out& out) {
   detail::require_shape("dense_mlp", "out", out, x.extent(0), out.extent(1));
-  linear(exec, detail::gated_half(exec, glu, x, gate_proj, up_proj, down_proj, workspace, out.extent(1)), down_proj, out);
+  linear(exec, detail::gated_half(exec, glu, x, gate_proj, up_proj, down_proj, workspace, out.extent(1)), down_proj,
+         out);
 }
 
-/// The gated MLP of a layer, its output added to the residual stream as linear_add does. Shapes: stream [R, n]. Errors as there.
+/// The gated MLP of a layer, its output added to the residual stream as linear_add does. Shapes: stream [R, n]. Errors
+/// as there.
 template <precision P, device_tensor<2> X, writable_device_tensor<2> Stream>
-  requires std::same_as<std::remove_const_t<typename X::value_type>, typename P::activation>
+  requires std::same_as<typename X::value_type, typename P::activation>
 void dense_mlp_add(const gpu& exec, const GluConfig& glu, const X& x, const AnyMatrix<MemorySpace::device>& gate_proj,
                    const AnyMatrix<MemorySpace::device>& up_proj, const AnyMatrix<MemorySpace::device>& down_proj,
                    DeviceMlpWorkspace<P>& workspace, const Stream& stream,
                    const LinearAddOptions<typename Stream::value_type>& options = {}) {
   detail::require_shape("dense_mlp", "stream", stream, x.extent(0), stream.extent(1));
-  linear_add(exec, detail::gated_half(exec, glu, x, gate_proj, up_proj, down_proj, workspace, stream.extent(1)), down_proj,
-             stream, options);
+  linear_add(exec, detail::gated_half(exec, glu, x, gate_proj, up_proj, down_proj, workspace, stream.extent(1)),
+             down_proj, stream, options);
 }
 
 }  // namespace k3

@@ -25,8 +25,16 @@ void embed_tokens(const gpu& exec, const Ids& ids, const AnyMatrix<MemorySpace::
     if (rows == 0 || hidden == 0) return;
     using Entry = std::remove_const_t<typename std::remove_cvref_t<decltype(typed)>::value_type>;
     const kernel::EmbedArguments<Entry, typename Out::value_type> a{
-        ids.data, typed.data, out.data, status.data, out.strides[0], rows, vocab, static_cast<unsigned>(hidden),
-        static_cast<unsigned>(RowStatus::bad_id), detail::rows_aligned(typed) && detail::rows_aligned(out)};
+        ids.data,
+        typed.data,
+        out.data,
+        status.data,
+        out.strides[0],
+        rows,
+        vocab,
+        static_cast<unsigned>(hidden),
+        static_cast<unsigned>(RowStatus::bad_id),
+        detail::rows_aligned(typed) && detail::rows_aligned(out)};
     kernel::embed_tokens<256><<<detail::grid_size(rows, 1), 256, 0, exec.stream>>>(a);
     detail::check_launch("embed_tokens");
   });

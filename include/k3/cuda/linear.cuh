@@ -6,12 +6,11 @@
 namespace k3 {
 
 /// out = x W^T, the product of every linear layer, on the device.
-/// Shapes: x [R, K] of bf16 or float, weight [N, K] of F32 or BF16, out [R, N] of bf16 or float; rows of x and out may lie apart.
-/// R, N or K may be 0. Adds in float; out is rounded once. A row of out does not depend on R or on the other rows.
-/// bf16 x and weights go through tensor cores, everything else through float arithmetic.
-/// Throws invalid_argument on shapes that do not fit, other weight types, out sharing memory with x.
-/// Accuracy: as the host's float product with the same rounding points (bounds in tests/cuda/test_linear.cpp).
-/// Cost: reads the weight once for up to 64 rows of x.
+/// Shapes: x [R, K] of bf16 or float, weight [N, K] of F32 or BF16, out [R, N] of bf16 or float; rows of x and out may
+/// lie apart. R, N or K may be 0. Adds in float; out is rounded once. A row of out does not depend on R or on the other
+/// rows. bf16 x and weights go through tensor cores, everything else through float arithmetic. Throws invalid_argument
+/// on shapes that do not fit, other weight types, out sharing memory with x. Accuracy: as the host's float product with
+/// the same rounding points (bounds in tests/cuda/test_linear.cpp). Cost: reads the weight once for up to 64 rows of x.
 template <device_tensor<2> X, writable_device_tensor<2> Out>
 void linear(const gpu& exec, const X& x, const AnyMatrix<MemorySpace::device>& weight, const Out& out) {
   const Projection one = projection(weight, out);
@@ -21,16 +20,16 @@ void linear(const gpu& exec, const X& x, const AnyMatrix<MemorySpace::device>& w
 /// What linear_add may bring along; views that are wanted, all [R, N].
 template <class T>
 struct LinearAddOptions {
-  bool replace = false;               ///< stream = part: the stream was empty
-  DeviceView<const T, 2> other{};     ///< part = round(part + other): the shared experts beside the routed ones
-  DeviceView<T, 2> part{};            ///< receives what is added to the stream
-  DeviceView<T, 2> snapshot{};        ///< receives the stream as it was before
+  bool replace = false;            ///< stream = part: the stream was empty
+  DeviceView<const T, 2> other{};  ///< part = round(part + other): the shared experts beside the routed ones
+  DeviceView<T, 2> part{};         ///< receives what is added to the stream
+  DeviceView<T, 2> snapshot{};     ///< receives the stream as it was before
 };
 
-/// The linear layer at the end of a sublayer, added to the residual stream: part = round(x W^T), part = round(part + other)
-/// where there is an `other`, stream = round(stream + part) or, with `replace`, part.
-/// Shapes: x [R, K], weight [N, K], stream [R, N] in the activation type. The bits are those of `linear` and separate additions.
-/// Throws invalid_argument on shapes that do not fit and on a stream sharing memory with x, before anything is launched.
+/// The linear layer at the end of a sublayer, added to the residual stream: part = round(x W^T), part = round(part +
+/// other) where there is an `other`, stream = round(stream + part) or, with `replace`, part. Shapes: x [R, K], weight
+/// [N, K], stream [R, N] in the activation type. The bits are those of `linear` and separate additions. Throws
+/// invalid_argument on shapes that do not fit and on a stream sharing memory with x, before anything is launched.
 template <device_tensor<2> X, writable_device_tensor<2> Stream>
 void linear_add(const gpu& exec, const X& x, const AnyMatrix<MemorySpace::device>& weight, const Stream& stream,
                 const LinearAddOptions<typename Stream::value_type>& options = {}) {

@@ -25,11 +25,12 @@ template <writable_device_tensor<2> Out>
   requires(std::same_as<typename Out::value_type, bf16> || std::same_as<typename Out::value_type, float>)
 Projection projection(const AnyMatrix<MemorySpace::device>& weight, const Out& out) {
   detail::require(out.strides[1] == 1, "projection", "out", "strided in its last dimension", "dense rows");
-  return {weight, {}, {}, out.data, out.extents[0], out.extents[1], out.strides[0],
-          std::same_as<typename Out::value_type, float>};
+  constexpr bool float_out = std::same_as<typename Out::value_type, float>;
+  return {weight, {}, {}, out.data, out.extents[0], out.extents[1], out.strides[0], float_out};
 }
 
-/// out = glu(x gate^T, x up^T), the two products and the result rounded to out's type. Shapes: gate and up [N, K], out [R, N].
+/// out = glu(x gate^T, x up^T), the two products and the result rounded to out's type. Shapes: gate and up [N, K], out
+/// [R, N].
 template <writable_device_tensor<2> Out>
 Projection gated_projection(const GluConfig& glu, const AnyMatrix<MemorySpace::device>& gate,
                             const AnyMatrix<MemorySpace::device>& up, const Out& out) {
@@ -42,8 +43,8 @@ Projection gated_projection(const GluConfig& glu, const AnyMatrix<MemorySpace::d
 
 namespace detail {
 
-inline void require_device_weight(const char* operation, const char* argument, const AnyMatrix<MemorySpace::device>& weight,
-                                  size rows, size columns) {
+inline void require_device_weight(const char* operation, const char* argument,
+                                  const AnyMatrix<MemorySpace::device>& weight, size rows, size columns) {
   require_shape(operation, argument, weight, {rows, columns});
   require(weight.type == ElementType::f32 || weight.type == ElementType::bf16, operation, argument,
           weight.type == ElementType::f64 ? "F64" : "MXFP4", "F32 or BF16");
@@ -121,8 +122,8 @@ void run_projections(const gpu& exec, const char* operation, const DeviceView<co
   require(count <= kernel::linear_most_segments, operation, "the number of projections", count, "at most 8");
   for (size i = 0; i < count; ++i) check_projection(operation, x, list[i]);
   if (x.extents[0] == 0) return;
-  for (const LinearPath path : {LinearPath::tensor, LinearPath::tensor_unaligned, LinearPath::general_f32,
-                                LinearPath::general_bf16}) {
+  for (const LinearPath path :
+       {LinearPath::tensor, LinearPath::tensor_unaligned, LinearPath::general_f32, LinearPath::general_bf16}) {
     const bool tensor = path == LinearPath::tensor || path == LinearPath::tensor_unaligned;
     kernel::LinearArguments<X> a;
     a.x = x.data, a.x_stride = x.strides[0];
@@ -138,7 +139,8 @@ void run_projections(const gpu& exec, const char* operation, const DeviceView<co
       s.rows = static_cast<unsigned>(p.columns);
       s.kind = add != nullptr ? kernel::LinearKind::add : p.up ? kernel::LinearKind::glu : kernel::LinearKind::store;
       s.float_out = p.float_out;
-      s.glu = {p.glu.kind == GluConfig::Kind::silu, p.glu.linear_beta.has_value(), p.glu.beta, p.glu.linear_beta.value_or(1.0f)};
+      s.glu = {p.glu.kind == GluConfig::Kind::silu, p.glu.linear_beta.has_value(), p.glu.beta,
+               p.glu.linear_beta.value_or(1.0f)};
       const unsigned unit = tensor ? (p.up ? 8 : 16) : 1;
       a.units += (s.rows + unit - 1) / unit;
       s.end = a.units;
@@ -147,27 +149,33 @@ void run_projections(const gpu& exec, const char* operation, const DeviceView<co
     if constexpr (std::same_as<X, bf16>) {
       if (tensor) launch_tensor(exec, operation, a, path == LinearPath::tensor);
     } else if (path == LinearPath::general_bf16) {
-      launch_linear(exec, operation, kernel::linear_general<X, bf16>, a, kernel::linear_warps, kernel::linear_general_tokens);
+      launch_linear(exec, operation, kernel::linear_general<X, bf16>, a, kernel::linear_warps,
+                    kernel::linear_general_tokens);
     }
     if (path == LinearPath::general_f32)
-      launch_linear(exec, operation, kernel::linear_general<X, float>, a, kernel::linear_warps, kernel::linear_general_tokens);
+      launch_linear(exec, operation, kernel::linear_general<X, float>, a, kernel::linear_warps,
+                    kernel::linear_general_tokens);
   }
 }
 
 /// The same view, read-only.
 template <class T, size Rank>
-DeviceView<const T, Rank> read_only(const DeviceView<T, Rank>& v) { return v; }
+DeviceView<const T, Rank> read_only(const DeviceView<T, Rank>& v) {
+  return v;
+}
 template <class T, size Rank>
-DeviceView<const T, Rank> read_only(const DeviceView<const T, Rank>& v) { return v; }
+DeviceView<const T, Rank> read_only(const DeviceView<const T, Rank>& v) {
+  return v;
+}
 
 }  // namespace detail
 
-/// Several products of one x with different matrices in one launch: q, k, v, g, f_a and b of a KDA layer; q_a, kv_a and g of an
-/// MLA layer; router, latent down and the gated shared experts of a MoE layer.
-/// Shapes: x [R, K] of bf16 or float, the projections as they were made, up to 8. A projection has the same bits in any company
-/// and alone, for any R, aligned or not. Outputs must not share memory (not checked among each other).
-/// Throws invalid_argument on shapes that do not fit, weights that are neither F32 nor BF16, out sharing memory with x.
-/// Cost: each weight read once for up to 64 rows of x, then from the L2 cache.
+/// Several products of one x with different matrices in one launch: q, k, v, g, f_a and b of a KDA layer; q_a, kv_a and
+/// g of an MLA layer; router, latent down and the gated shared experts of a MoE layer. Shapes: x [R, K] of bf16 or
+/// float, the projections as they were made, up to 8. A projection has the same bits in any company and alone, for any
+/// R, aligned or not. Outputs must not share memory (not checked among each other). Throws invalid_argument on shapes
+/// that do not fit, weights that are neither F32 nor BF16, out sharing memory with x. Cost: each weight read once for
+/// up to 64 rows of x, then from the L2 cache.
 template <device_tensor<2> X>
 void projections(const gpu& exec, const X& x, std::initializer_list<Projection> list) {
   detail::run_projections(exec, "projections", detail::read_only(x), list.begin(), list.size());

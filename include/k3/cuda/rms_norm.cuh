@@ -22,8 +22,10 @@ template <class Weight, class F>
 void with_device_weight(const char* operation, const char* argument, const Weight& weight, F&& f) {
   with_typed(weight, [&](const auto& typed) {
     using T = std::remove_const_t<typename std::remove_cvref_t<decltype(typed)>::value_type>;
-    if constexpr (std::same_as<T, double>) throw invalid_argument(operation, argument, "F64", "F32 or BF16");
-    else f(typed);
+    if constexpr (std::same_as<T, double>)
+      throw invalid_argument(operation, argument, "F64", "F32 or BF16");
+    else
+      f(typed);
   });
 }
 
@@ -39,9 +41,9 @@ void launch_rms_norm(const gpu& exec, kernel::RmsNormArguments<X, W, Out>& a) {
 }  // namespace detail
 
 /// RMSNorm of every row on the device: out = weight * x / sqrt(mean(x^2) + eps), rounded once on store.
-/// Shapes: x [R, n] and out [R, n] of float or bf16, weight [n] of F32 or BF16; out may be x. A row's bits depend on nothing else,
-/// aligned or not. Throws invalid_argument on a shape that does not fit and other weight types.
-/// Cost: x read once up to n = 8192, twice beyond.
+/// Shapes: x [R, n] and out [R, n] of float or bf16, weight [n] of F32 or BF16; out may be x. A row's bits depend on
+/// nothing else, aligned or not. Throws invalid_argument on a shape that does not fit and other weight types. Cost: x
+/// read once up to n = 8192, twice beyond.
 template <device_tensor<2> X, class Weight, writable_device_tensor<2> Out>
 void rms_norm(const gpu& exec, const X& x, const Weight& weight, float eps, const Out& out) {
   const size rows = x.extent(0), count = x.extent(1);
@@ -54,7 +56,14 @@ void rms_norm(const gpu& exec, const X& x, const Weight& weight, float eps, cons
     using Value = typename X::value_type;
     using Entry = std::remove_const_t<typename std::remove_cvref_t<decltype(w)>::value_type>;
     kernel::RmsNormArguments<Value, Entry, typename Out::value_type> a{
-        x.data, w.data, out.data, x.strides[0], out.strides[0], rows, static_cast<unsigned>(count), eps,
+        x.data,
+        w.data,
+        out.data,
+        x.strides[0],
+        out.strides[0],
+        rows,
+        static_cast<unsigned>(count),
+        eps,
         detail::rows_aligned(x) && detail::rows_aligned(w) && detail::rows_aligned(out)};
     detail::launch_rms_norm(exec, a);
   });

@@ -8,7 +8,7 @@ namespace k3::detail {
 /// Throws invalid_argument unless a weight, typed or of run-time type, is there and has exactly these extents.
 template <class Weight, class... Extent>
 void require_weight(const char* operation, const char* argument, const Weight& weight, Extent... extent) {
-  if constexpr (requires { require_shape(operation, argument, weight, static_cast<size>(extent)...); }) {
+  if constexpr (view_traits<Weight>::value || requires { weight.packed; }) {
     require_shape(operation, argument, weight, static_cast<size>(extent)...);
   } else {
     const size expected[] = {static_cast<size>(extent)...};

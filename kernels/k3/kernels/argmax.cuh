@@ -5,13 +5,13 @@
 
 #include <k3/kernels/common.cuh>
 
-// The greedy choice. A logit becomes a 64-bit key, (order of the value, ~index): the largest key is the largest logit and of
-// equals the first. Maxima of integers are exact in any order; NaN is the largest key of all.
+// The greedy choice. A logit becomes a 64-bit key, (order of the value, ~index): the largest key is the largest logit
+// and of equals the first. Maxima of integers are exact in any order; NaN is the largest key of all.
 namespace k3::kernel {
 
 inline constexpr int argmax_threads = 256;
-inline constexpr size argmax_share = 4096;           ///< logits of a block, at least
-inline constexpr unsigned argmax_most_blocks = 64;   ///< of a row
+inline constexpr size argmax_share = 4096;          ///< logits of a block, at least
+inline constexpr unsigned argmax_most_blocks = 64;  ///< of a row
 inline constexpr unsigned long long argmax_nan = ~0ull;
 
 __device__ __forceinline__ unsigned long long argmax_key(float value, unsigned index) {

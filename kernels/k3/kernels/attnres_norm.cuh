@@ -4,9 +4,10 @@
 #include <k3/formula/attn_res.hpp>
 #include <k3/kernels/row_ops.cuh>
 
-// The mixture of Attention Residuals and the RMSNorm behind it. A cluster of 8 blocks has one row: each thread reads eight elements
-// of every source once and keeps them; the sums travel through distributed shared memory. Rows of up to 1024 elements have one
-// block. Wider rows, more sources and devices without clusters take the kernel that reads the sources three times.
+// The mixture of Attention Residuals and the RMSNorm behind it. A cluster of 8 blocks has one row: each thread reads
+// eight elements of every source once and keeps them; the sums travel through distributed shared memory. Rows of up to
+// 1024 elements have one block. Wider rows, more sources and devices without clusters take the kernel that reads the
+// sources three times.
 namespace k3::kernel {
 
 inline constexpr int attnres_threads = 128, attnres_kept = 9, attnres_any_threads = 512;
@@ -54,7 +55,9 @@ __device__ __forceinline__ unsigned cluster_rank() {
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 /// *at = value in the shared memory of block `rank` of the cluster.
 __device__ __forceinline__ void store_at_rank(float* at, unsigned rank, float value) {
@@ -209,7 +212,7 @@ __global__ void __launch_bounds__(attnres_any_threads) attnres_norm_any(const __
       if (a.probs) a.probs[row * a.probs_stride + threadIdx.x] = p;
     }
     __syncthreads();
-    const auto mix = [&](unsigned at, float (&mixed)[8]) {
+    const auto mix = [&](unsigned at, float(&mixed)[8]) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) mixed[i] = 0;
       Eight<T> source = {};
@@ -219,7 +222,8 @@ __global__ void __launch_bounds__(attnres_any_threads) attnres_norm_any(const __
         for (int i = 0; i < 8; ++i) mixed[i] = j == 0 ? probs[j] * source[i] : mixed[i] + probs[j] * source[i];
       }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) mixed[i] = attn_res_blend(source[i], mixed[i], a.mix);  // the last source is `running`
+      for (int i = 0; i < 8; ++i)
+        mixed[i] = attn_res_blend(source[i], mixed[i], a.mix);  // the last source is `running`
     };
     float squares = 0, mixed[8], weight[8];
     for (unsigned at = first; at < a.hidden; at += step) {

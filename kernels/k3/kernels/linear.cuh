@@ -4,19 +4,21 @@
 #include <k3/formula/activation.hpp>
 #include <k3/kernels/common.cuh>
 
-// Products with weight matrices, out = x W^T, for the few rows of x (tokens) of a decode step. Weights are on the M side of the
-// tensor cores' 16 x 8 tile and tokens on the N side, so that one order of accumulation serves every number of tokens:
+// Products with weight matrices, out = x W^T, for the few rows of x (tokens) of a decode step. Weights are on the M
+// side of the tensor cores' 16 x 8 tile and tokens on the N side, so that one order of accumulation serves every number
+// of tokens:
 //   K < 1024:  one sum over k in steps of 32, two products of 16 a step;
 //   otherwise: K is cut into 8 pieces of whole steps, p0 to p7, each summed like that, and
 //              result = (((p0 + p1) + p2) + p3) + (((p4 + p5) + p6) + p7).
-// Who computes which piece is a matter of speed alone: with 8 tokens or less each piece has its own warp, with more a warp does
-// four of them one after the other and a block has four times the rows, since then x is the larger part of what a block reads.
+// Who computes which piece is a matter of speed alone: with 8 tokens or less each piece has its own warp, with more a
+// warp does four of them one after the other and a block has four times the rows, since then x is the larger part of
+// what a block reads.
 namespace k3::kernel {
 
 inline constexpr unsigned linear_threads = 256, linear_warps = linear_threads / 32;
-inline constexpr unsigned linear_step = 32;           ///< of k: 16 bytes in each of 4 lanes
-inline constexpr unsigned linear_depth = 4;           ///< steps of weights that a warp has in flight
-inline constexpr unsigned linear_pieces = 8;          ///< of K, from linear_split_columns on
+inline constexpr unsigned linear_step = 32;   ///< of k: 16 bytes in each of 4 lanes
+inline constexpr unsigned linear_depth = 4;   ///< steps of weights that a warp has in flight
+inline constexpr unsigned linear_pieces = 8;  ///< of K, from linear_split_columns on
 inline constexpr unsigned linear_split_columns = 1024;
 inline constexpr unsigned linear_most_segments = 8;
 inline constexpr unsigned linear_general_tokens = 4;  ///< of one pass without tensor cores
@@ -43,8 +45,10 @@ struct LinearRows {
   }
   __device__ __forceinline__ void put(size row, size column, bool is_float, float value) const {
     const size at = row * stride + column;
-    if (is_float) static_cast<float*>(data)[at] = value;
-    else static_cast<bf16*>(data)[at] = bf16(value);
+    if (is_float)
+      static_cast<float*>(data)[at] = value;
+    else
+      static_cast<bf16*>(data)[at] = bf16(value);
   }
 };
 
@@ -74,8 +78,9 @@ struct LinearArguments {
   const X* x = nullptr;  ///< [tokens, columns]
   size x_stride = 0;
   unsigned tokens = 0, columns = 0;
-  unsigned units = 0;   ///< of 16 rows of weights with tensor cores, of one row of out without
-  unsigned groups = 1;  ///< of tokens; those of one unit are neighbours in the grid and share its weights in the L2 cache
+  unsigned units = 0;  ///< of 16 rows of weights with tensor cores, of one row of out without
+  unsigned groups =
+      1;  ///< of tokens; those of one unit are neighbours in the grid and share its weights in the L2 cache
   LinearAdd add{};
   LinearSegment segment[linear_most_segments]{};
 };
@@ -85,8 +90,8 @@ __device__ __forceinline__ float linear_rounded(float value, bool is_float) {
 }
 
 /// Takes the product of one row of a weight (two rows, for glu) and one token where it belongs.
-__device__ inline void linear_finish(const LinearSegment& s, const LinearAdd& add, size token, unsigned row, float value,
-                                     float up) {
+__device__ inline void linear_finish(const LinearSegment& s, const LinearAdd& add, size token, unsigned row,
+                                     float value, float up) {
   const bool wide = s.float_out;
   if (s.kind == LinearKind::store) return s.out.put(token, row, wide, value);
   float part = linear_rounded(value, wide);
@@ -110,8 +115,10 @@ __device__ __forceinline__ unsigned find_segment(const LinearArguments<X>& a, un
 /// Eight elements. `Aligned`: they lie on a multiple of 16 bytes.
 template <bool Aligned, bool Streaming>
 __device__ __forceinline__ uint4 load_eight(const bf16* p) {
-  if constexpr (Aligned && Streaming) return load_streaming(p);
-  else if constexpr (Aligned) return __ldg(reinterpret_cast<const uint4*>(p));
+  if constexpr (Aligned && Streaming)
+    return load_streaming(p);
+  else if constexpr (Aligned)
+    return __ldg(reinterpret_cast<const uint4*>(p));
   const auto pair = [&](int i) { return __ldg(&p[i].bits) | static_cast<unsigned>(__ldg(&p[i + 1].bits)) << 16; };
   return {pair(0), pair(2), pair(4), pair(6)};
 }
@@ -126,16 +133,18 @@ __device__ __forceinline__ uint4 load_eight(const bf16* p, int left) {
 }
 
 /// c += a b with a [16, 16] of weights, b [16, 8] of tokens.
-__device__ __forceinline__ void multiply_add(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0,
-                                             unsigned b1) {
+__device__ __forceinline__ void multiply_add(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
+                                             unsigned b0, unsigned b1) {
   asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/// The products of 16 rows of weights with Tiles * 8 tokens. In a step of 32 the first product takes elements 0 to 3 of each
-/// lane's eight and the second 4 to 7: the same for weights and tokens, so that neither needs to be moved between lanes.
+/// The products of 16 rows of weights with Tiles * 8 tokens. In a step of 32 the first product takes elements 0 to 3 of
+/// each lane's eight and the second 4 to 7: the same for weights and tokens, so that neither needs to be moved between
+/// lanes.
 template <int Tiles, bool Aligned, bool Pieces>
 struct LinearProducts {
   static constexpr unsigned chunk = linear_depth * linear_step;
@@ -154,8 +163,8 @@ struct LinearProducts {
     for (int i = 0; i < Tiles * 4; ++i) sum[i / 4][i % 4] += piece_sum[i / 4][i % 4], piece_sum[i / 4][i % 4] = 0;
   }
 
-  /// Multiplies one chunk and fetches the next into registers as they become free. `left`: elements from here on; a chunk
-  /// that is followed is whole.
+  /// Multiplies one chunk and fetches the next into registers as they become free. `left`: elements from here on; a
+  /// chunk that is followed is whole.
   template <Next next>
   __device__ __forceinline__ void multiply(int left) {
 #pragma unroll
@@ -210,24 +219,29 @@ struct LinearProducts {
   }
 };
 
-/// bf16 weights and bf16 x. `Parallel` warps share the K of a unit of 16 rows: 1 (K not cut), 2 (four pieces each) or 8.
+/// bf16 weights and bf16 x. `Parallel` warps share the K of a unit of 16 rows: 1 (K not cut), 2 (four pieces each)
+/// or 8.
 template <int Parallel, int Tiles, bool Aligned>
-__global__ void __launch_bounds__(linear_threads, Tiles == 1 ? 4 : Tiles == 8 ? 1 : 2)
+__global__ void __launch_bounds__(linear_threads, Tiles == 1   ? 4
+                                                  : Tiles == 8 ? 1
+                                                               : 2)
     linear_tensor(const __grid_constant__ LinearArguments<bf16> a) {
   constexpr unsigned block_units = linear_warps / Parallel;
   __shared__ float shares[Parallel > 1 ? linear_warps * Tiles * 4 * 32 : 1];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = warp / block_units;
   const unsigned slot = blockIdx.x / a.groups * block_units + warp % block_units;
   const unsigned first_token = blockIdx.x % a.groups * (Tiles * 8);
-  unsigned unit = detail::smaller(slot, a.units - 1);  // a warp too many repeats the last unit and keeps the result to itself
+  unsigned unit =
+      detail::smaller(slot, a.units - 1);  // a warp too many repeats the last unit and keeps the result to itself
   const LinearSegment& s = a.segment[find_segment(a, unit)];
 
   const bool glu = s.kind == LinearKind::glu;
   const unsigned row = unit * (glu ? 8 : 16) + lane / 4, last = s.rows - 1;
   const bf16* const weight = static_cast<const bf16*>(s.weight);
   const bf16* const low = weight + static_cast<size>(detail::smaller(row, last)) * a.columns;
-  const bf16* const high = glu ? static_cast<const bf16*>(s.up) + static_cast<size>(detail::smaller(row, last)) * a.columns
-                               : weight + static_cast<size>(detail::smaller(row + 8, last)) * a.columns;
+  const bf16* const high =
+      glu ? static_cast<const bf16*>(s.up) + static_cast<size>(detail::smaller(row, last)) * a.columns
+          : weight + static_cast<size>(detail::smaller(row + 8, last)) * a.columns;
   LinearProducts<Tiles, Aligned, Parallel == 2> products;
   products.low = low, products.high = high;
 #pragma unroll
@@ -262,8 +276,10 @@ __global__ void __launch_bounds__(linear_threads, Tiles == 1 ? 4 : Tiles == 8 ? 
         const auto of = [&](unsigned p) {
           return shares[((p * block_units + warp % block_units) * values + value) * 32 + lane];
         };
-        if constexpr (Parallel == 2) return of(0) + of(1);
-        else return (((of(0) + of(1)) + of(2)) + of(3)) + (((of(4) + of(5)) + of(6)) + of(7));
+        if constexpr (Parallel == 2)
+          return of(0) + of(1);
+        else
+          return (((of(0) + of(1)) + of(2)) + of(3)) + (((of(4) + of(5)) + of(6)) + of(7));
       };
       finish(token + i / 2 * 8 + i % 2, total(i / 2 * 4 + i % 2), total(i / 2 * 4 + 2 + i % 2));
     }

@@ -4,9 +4,9 @@
 #include <k3/formula/rms_norm.hpp>
 #include <k3/kernels/common.cuh>
 
-// Operations on rows: RMSNorm and the lookup of embeddings. A thread owns groups of eight neighbouring elements, group g belongs
-// to thread g mod (threads of a row): the same for rows that can be read 16 bytes at a time and for those that cannot, so that
-// both give the same bits.
+// Operations on rows: RMSNorm and the lookup of embeddings. A thread owns groups of eight neighbouring elements, group
+// g belongs to thread g mod (threads of a row): the same for rows that can be read 16 bytes at a time and for those
+// that cannot, so that both give the same bits.
 namespace k3::kernel {
 
 /// Eight neighbouring elements of a row as stored.
@@ -73,7 +73,8 @@ struct RmsNormArguments {
 
 inline constexpr unsigned rms_norm_warp_count = 1024;  ///< up to this width a row has one warp
 
-/// `RowThreads` threads a row, 32 or the whole block; they keep `Kept` groups and read further ones twice. out may be x.
+/// `RowThreads` threads a row, 32 or the whole block; they keep `Kept` groups and read further ones twice. out may be
+/// x.
 template <int Threads, int RowThreads, int Kept, class X, class W, class Out>
 __global__ void __launch_bounds__(Threads) rms_norm(RmsNormArguments<X, W, Out> a) {
   static_assert(RowThreads == 32 || RowThreads == Threads);
@@ -97,8 +98,10 @@ __global__ void __launch_bounds__(Threads) rms_norm(RmsNormArguments<X, W, Out> 
     }
     for (unsigned at = (Kept * RowThreads + thread) * 8; at < a.count; at += RowThreads * 8)
       add(read_eight(x + at, a.count - at, a.vector));
-    if constexpr (RowThreads == 32) squares = warp_sum(squares);
-    else squares = block_sum<Threads>(squares, scratch);
+    if constexpr (RowThreads == 32)
+      squares = warp_sum(squares);
+    else
+      squares = block_sum<Threads>(squares, scratch);
     const float scale = rms_scale(squares, a.count, a.eps);
 
     const auto write = [&](unsigned at, const Eight<X>& eight) {
