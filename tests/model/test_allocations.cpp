@@ -24,6 +24,8 @@ void* counted(std::size_t count, std::align_val_t alignment) {
 
 void* operator new(std::size_t count) { return counted(count); }
 void* operator new[](std::size_t count) { return counted(count); }
+void* operator new(std::size_t count, const std::nothrow_t&) noexcept { return counted(count); }
+void* operator new[](std::size_t count, const std::nothrow_t&) noexcept { return counted(count); }
 void* operator new(std::size_t count, std::align_val_t alignment) { return counted(count, alignment); }
 void* operator new[](std::size_t count, std::align_val_t alignment) { return counted(count, alignment); }
 void operator delete(void* memory) noexcept { std::free(memory); }

@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include <k3/geometry/decoder_geometry.hpp>
 #include <k3/model/kda_layer.hpp>
 #include <k3/model/mla_layer.hpp>
 #include <k3/ops/dense_mlp.hpp>

@@ -7,6 +7,11 @@
 
 #include <immintrin.h>
 
+#if defined(__CUDACC__)
+#pragma nv_diagnostic push
+#pragma nv_diag_suppress 1675
+#endif
+
 namespace k3::detail {
 
 /// e^x = 2^n e^r, |r| <= ln 2 / 2, by a polynomial of degree 7 in r, within one unit in the last place. Both
@@ -159,5 +164,9 @@ struct KdaAvx2 {
 };
 
 }  // namespace k3::detail
+
+#if defined(__CUDACC__)
+#pragma nv_diagnostic pop
+#endif
 
 #endif

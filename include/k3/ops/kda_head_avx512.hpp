@@ -5,6 +5,11 @@
 
 #if K3_X86_64
 
+#if defined(__CUDACC__)
+#pragma nv_diagnostic push
+#pragma nv_diag_suppress 1675
+#endif
+
 namespace k3::detail {
 
 /// A head's arithmetic for AVX-512, with the bits of KdaAvx2. The maskz forms with a full mask are the plain
@@ -141,5 +146,9 @@ struct KdaAvx512 {
 };
 
 }  // namespace k3::detail
+
+#if defined(__CUDACC__)
+#pragma nv_diagnostic pop
+#endif
 
 #endif

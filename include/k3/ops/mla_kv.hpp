@@ -50,9 +50,9 @@ struct MlaKvView {
   }
 
   /// The same cache, read-only.
-  K3_HOST_DEVICE constexpr operator MlaKvView<const T, Space>() const
-    requires(!std::is_const_v<T>)
-  {
+  template <class U>
+    requires(std::same_as<U, const T> && !std::is_const_v<T>)
+  K3_HOST_DEVICE constexpr operator MlaKvView<U, Space>() const {
     return {pages, block_table, page_size};
   }
 };

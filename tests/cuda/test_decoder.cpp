@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: Apache-2.0
+// The whole decoder on the device: the references' tokens, the host's results, and what a step must not depend on.
+
+#include <limits>
+
+#include <k3/model/synthetic.hpp>
+
+#include "cuda/decoder_device.hpp"
+#include "cuda/device_test.hpp"
+#include "support/fixture.hpp"
+
+using namespace k3;
+using namespace k3::test;
+
+namespace {
+
+void feed(DeviceRunner& runner, id slot, const std::vector<id>& tokens, size first, size count, bool wanted) {
+  const std::vector<id> slots(count, slot);
+  std::vector<size> positions(count);
+  for (size i = 0; i < count; ++i) positions[i] = first + i;
+  const size last = count - 1;
+  runner.forward({view(tokens).slice(0, first, count), view(slots), view(static_cast<const size*>(positions.data()), count), view(&last, wanted ? 1 : 0)});
+}
+
+/// The prompt, `rows` tokens a pass, then greedy steps.
+struct Run {
+  std::vector<id> tokens;
+  std::vector<std::vector<float>> logits;
+};
+Run greedy(DeviceRunner& runner, const std::vector<id>& prompt, size count, size rows = 8) {
+  Run run;
+  for (size done = 0; done < prompt.size();) {
+    const size now = std::min(rows, prompt.size() - done);
+    feed(runner, 0, prompt, done, now, done + now == prompt.size());
+    done += now;
+  }
+  std::vector<id> sequence = prompt;
+  while (true) {
+    run.tokens.push_back(runner.argmax(0));
+    run.logits.push_back(runner.logits());
+    if (run.tokens.size() == count) return run;
+    sequence.push_back(run.tokens.back());
+    feed(runner, 0, sequence, sequence.size() - 1, 1, true);
+  }
+}
+
+std::vector<double> host_logits(const K3CpuModel& model, const std::vector<id>& prompt) {
+  Decoder<Fp64> decoder(host{1}, model, 32, 1);
+  HybridCache<Fp64> cache = decoder.make_cache(1, prompt.size());
+  prefill(decoder, cache, 0, view(prompt));
+  return elements(decoder.logits());
+}
+
+}  // namespace
+
+TEST_CASE("device decoder: tokens and logits of the references in float, at every size of pass") {
+  for (const char* name : fixture_names) {
+    const Fixture& f = fixture(name);
+    for (size prompt = 0; prompt < 3; ++prompt) {
+      const std::vector<id> ids = f.ids(prompt), generated = f.generated(prompt);
+      std::vector<std::vector<float>> first;
+      for (const size rows : {size{1}, size{7}, size{32}}) {
+        auto runner = make_device_runner(f.model, {});
+        const Run run = greedy(*runner, ids, small_only() ? 3 : generated.size(), rows);
+        INFO(name << " prompt " << prompt << ", " << rows << " rows a pass");
+        CHECK(run.tokens == std::vector<id>(generated.begin(), generated.begin() + static_cast<std::ptrdiff_t>(run.tokens.size())));
+        for (size row = 0; row < run.logits.size(); ++row) check(compare(run.logits[row], f.logits(prompt, row), 1e-4, 0, true));
+        if (rows == 1) first = run.logits;
+        else
+          for (size row = 0; row < run.logits.size(); ++row) check(same_bits(run.logits[row], first[row]));
+      }
+    }
+  }
+}
+
+TEST_CASE("device decoder: the trained model's texts in float, its likelihood in bf16") {
+  const K3CpuModel model = from_pretrained(austen_path());
+  const nlohmann::json expected = read_json_file(austen_path("expected.json"));
+  double fp64_nll = 0, bf16_nll = 0;
+  size scored = 0, same = 0;
+  for (const nlohmann::json& prompt : expected["prompts"]) {
+    const std::vector<id> ids = prompt["ids"], generated = prompt["generated"];
+    if (small_only() && ids.size() > 20) continue;
+    const size count = small_only() ? 4 : generated.size();
+    RunnerOptions options;
+    options.capacity = ids.size() + generated.size() + 1;
+    auto runner = make_device_runner(model, options);
+    const Run run = greedy(*runner, ids, count, 32);
+    INFO("prompt of " << ids.size() << " tokens");
+    CHECK(run.tokens == std::vector<id>(generated.begin(), generated.begin() + static_cast<std::ptrdiff_t>(count)));
+    if (small_only()) continue;
+    // Prompt and continuation, teacher-forced.
+    std::vector<id> all = ids;
+    all.insert(all.end(), generated.begin(), generated.end());
+    options.half = true;
+    options.max_rows = options.max_logit_rows = 16;
+    auto half = make_device_runner(model, options);
+    Decoder<Fp64> decoder(host{}, model, 16, 16);
+    HybridCache<Fp64> cache = decoder.make_cache(1, all.size());
+    for (size done = 0; done + 1 < all.size(); done += 16) {
+      const size now = std::min<size>(16, all.size() - 1 - done);
+      const std::vector<id> slots(now, 0);
+      std::vector<size> positions(now), wanted(now);
+      for (size i = 0; i < now; ++i) positions[i] = done + (wanted[i] = i);
+      const DecoderBatch batch{view(all).slice(0, done, now), view(slots), view(static_cast<const size*>(positions.data()), now),
+                               view(static_cast<const size*>(wanted.data()), now)};
+      half->forward(batch);
+      decoder.forward(cache, batch);
+      const std::vector<float> logits = half->logits();
+      const auto nll = [&](auto at, size row) {
+        double largest = at(row, 0), sum = 0;
+        for (size i = 1; i < 2048; ++i) largest = std::max<double>(largest, at(row, i));
+        for (size i = 0; i < 2048; ++i) sum += std::exp(at(row, i) - largest);
+        return largest + std::log(sum) - at(row, static_cast<size>(all[done + row + 1]));
+      };
+      for (size row = 0; row < now; ++row, ++scored) {
+        fp64_nll += nll([&](size r, size i) { return decoder.logits()(r, i); }, row);
+        bf16_nll += nll([&](size r, size i) { return static_cast<double>(logits[r * 2048 + i]); }, row);
+        same += half->argmax(row) == decoder.argmax(row);
+      }
+    }
+  }
+  if (small_only()) return;
+  INFO(scored << " tokens: mean nll fp64 " << fp64_nll / double(scored) << ", device bf16 " << bf16_nll / double(scored) << ", equal arg-maxes " << same);
+  CHECK(std::abs(bf16_nll - fp64_nll) <= 5e-3 * fp64_nll);
+  CHECK(double(same) >= 0.95 * double(scored));
+}
+
+TEST_CASE("device decoder: captured steps give the bits of direct ones, and every run the same") {
+  const Fixture& f = fixture("k3-tiny-5l");
+  for (const bool half : {false, true}) {
+    RunnerOptions captured, direct;
+    captured.half = direct.half = half;
+    direct.graphs = false;
+    auto a = make_device_runner(f.model, captured), b = make_device_runner(f.model, direct), c = make_device_runner(f.model, captured);
+    const Run x = greedy(*a, f.ids(2), 8), y = greedy(*b, f.ids(2), 8), z = greedy(*c, f.ids(2), 8);
+    for (size row = 0; row < 8; ++row) {
+      check(same_bits(x.logits[row], y.logits[row]));
+      check(same_bits(x.logits[row], z.logits[row]));
+    }
+    CHECK(a->to_bytes(0) == b->to_bytes(0));
+  }
+}
+
+TEST_CASE("device decoder: a sequence has the same bits alone and in any batch; padding touches nothing") {
+  const Fixture& f = fixture("k3-tiny-13l");
+  const std::vector<id> ids = f.ids(2);
+  for (const bool half : {false, true}) {
+    RunnerOptions options;
+    options.half = half;
+    auto alone = make_device_runner(f.model, options);
+    std::vector<std::vector<float>> expected;
+    for (size i = 0; i < 6; ++i) {
+      feed(*alone, 0, ids, i, 1, true);
+      expected.push_back(alone->logits());
+    }
+    for (const size batch : {size{2}, size{9}, size{40}}) {
+      if (small_only() && batch > 9) continue;
+      options.slots = batch + 1, options.max_rows = options.max_logit_rows = batch + 1, options.capacity = 8;
+      auto together = make_device_runner(f.model, options);
+      const std::vector<unsigned char> idle = together->to_bytes(batch);
+      for (size i = 0; i < 6; ++i) {
+        std::vector<id> tokens, slots;
+        std::vector<size> positions, wanted;
+        for (size s = 0; s < batch; ++s) {
+          tokens.push_back(s == batch / 2 ? ids[i] : static_cast<id>((7 * s + 3 * i) % 90));
+          slots.push_back(static_cast<id>(s));
+          positions.push_back(i);
+          wanted.push_back(s);
+        }
+        tokens.push_back(-77), slots.push_back(pad_slot), positions.push_back(99), wanted.push_back(batch);
+        together->forward({view(tokens), view(slots), view(positions), view(wanted)});
+        const std::vector<float> logits = together->logits();
+        const size vocab = f.model.config.vocab_size;
+        const auto at = logits.begin() + static_cast<std::ptrdiff_t>(batch / 2 * vocab);
+        INFO("batch of " << batch << ", token " << i << (half ? ", bf16" : ", float"));
+        check(same_bits(std::vector<float>(at, at + static_cast<std::ptrdiff_t>(vocab)), expected[i]));
+      }
+      CHECK(together->to_bytes(batch) == idle);
+    }
+  }
+}
+
+TEST_CASE("device caches: bytes go to the device and back unchanged and open on either side") {
+  for (const char* name : fixture_names) {
+    const Fixture& f = fixture(name);
+    const std::vector<id> ids = f.ids(2), generated = f.generated(2);
+    Decoder<Fp32> decoder(host{1}, f.model, 32, 1);
+    HybridCache<Fp32> cache = decoder.make_cache(1, 64);
+    prefill(decoder, cache, 0, view(ids));
+    RunnerOptions options;
+    options.slots = 2;
+    auto runner = make_device_runner(f.model, options);
+    runner->from_bytes(0, cache.to_bytes(0));
+    INFO(name);
+    CHECK(runner->to_bytes(0) == cache.to_bytes(0));
+    CHECK(runner->position(0) == ids.size());
+    // The host's prefix continued on the device, then back on the host.
+    std::vector<id> sequence = ids;
+    for (size i = 0; i < 3; ++i) {
+      sequence.push_back(generated[i]);
+      feed(*runner, 0, sequence, sequence.size() - 1, 1, true);
+      CHECK(runner->argmax(0) == generated[i + 1]);
+    }
+    cache.from_bytes(0, runner->to_bytes(0));
+    CHECK(greedy_decode(decoder, cache, 0, view(&generated[3], 1), {5}).tokens == std::vector<id>(generated.begin() + 4, generated.begin() + 9));
+    std::vector<unsigned char> cut = cache.to_bytes(0);
+    cut.pop_back();
+    CHECK_THROWS_AS(runner->from_bytes(0, cut), format_error);
+    CHECK(runner->position(0) == ids.size() + 3);
+    runner->mark();
+    const std::vector<unsigned char> marked = runner->to_bytes(0);
+    sequence.push_back(generated[3]);
+    feed(*runner, 0, sequence, sequence.size() - 1, 1, true);
+    const std::vector<float> once = runner->logits();
+    runner->back_to_mark();
+    CHECK(runner->to_bytes(0) == marked);
+    feed(*runner, 0, sequence, sequence.size() - 1, 1, true);
+    check(same_bits(runner->logits(), once));
+  }
+}
+
+TEST_CASE("device decoder: gates C1, C2, C4 and their faults") {
+  for (const char* name : fixture_names) {
+    const Fixture& f = fixture(name);
+    const std::vector<id> ids = f.ids(2);
+    auto runner = make_device_runner(f.model, {});
+    const std::vector<id> expected = greedy(*runner, ids, 6).tokens;
+    INFO(name);
+    RunnerOptions forced, unmixed, skipping;
+    forced.ablation.force_expert = 0;
+    unmixed.ablation.attnres_mix = 0.0f;
+    skipping.ablation.skip_layer = 0;
+    CHECK(greedy(*make_device_runner(f.model, forced), ids, 6).tokens != expected);
+    if (f.model.config.attn_res_block_size > 0) CHECK(greedy(*make_device_runner(f.model, unmixed), ids, 6).tokens != expected);
+    std::vector<id> longer = ids;
+    longer.push_back(4);
+    auto whole = make_device_runner(f.model, {}), stepped = make_device_runner(f.model, {}), skipped = make_device_runner(f.model, skipping);
+    feed(*whole, 0, longer, 0, longer.size(), true);
+    feed(*stepped, 0, ids, 0, ids.size(), false);
+    skipped->from_bytes(0, stepped->to_bytes(0));
+    feed(*stepped, 0, longer, ids.size(), 1, true);
+    check(same_bits(stepped->logits(), whole->logits()));
+    CHECK(stepped->to_bytes(0) == whole->to_bytes(0));
+    check(compare(whole->logits(), host_logits(f.model, longer), 1e-4, 0, true));
+    feed(*skipped, 0, longer, ids.size(), 1, true);
+    CHECK_FALSE(same_bits(skipped->logits(), whole->logits()).within);
+  }
+}
+
+TEST_CASE("device decoder: a mixer on the host gives the same tokens") {
+  for (const char* name : fixture_names) {
+    const Fixture& f = fixture(name);
+    for (int which = 0; which < 2; ++which) {
+      RunnerOptions options;
+      (which == 0 ? options.kda_on_host : options.mla_on_host) = true;
+      auto runner = make_device_runner(f.model, options);
+      const std::vector<id> generated = f.generated(1);
+      INFO(name << (which == 0 ? ": KDA" : ": MLA") << " on the host");
+      CHECK(greedy(*runner, f.ids(1), 6).tokens == std::vector<id>(generated.begin(), generated.begin() + 6));
+    }
+  }
+}
+
+TEST_CASE("device decoder: NaN stays in its sequence and marks it when the tokens are fetched") {
+  K3CpuModel model = synthetic_small();
+  float* embedding = const_cast<float*>(static_cast<const float*>(model.weights.embed_tokens.data));
+  for (size i = 0; i < 8; ++i) embedding[9 * 8 + i] = std::numeric_limits<float>::quiet_NaN();
+  RunnerOptions options;
+  options.slots = 2, options.max_logit_rows = 2;
+  auto runner = make_device_runner(model, options);
+  const std::vector<id> tokens = {1, 9, 4, 2, 3}, slots = {0, 0, 1, 1, 1};
+  const std::vector<size> positions = {0, 1, 0, 1, 2}, wanted = {1, 4};
+  runner->forward({view(tokens), view(slots), view(positions), view(wanted)});
+  CHECK(runner->status(0) == RowStatus::nan_router_logits);
+  CHECK_THROWS_AS(runner->argmax(0), invalid_argument);
+  CHECK(runner->status(1) == RowStatus::ok);
+  const std::vector<float> both = runner->logits();
+  CHECK(runner->slot_status(0) == RowStatus::nan_router_logits);
+  options.slots = options.max_logit_rows = 1;
+  auto alone = make_device_runner(model, options);
+  feed(*alone, 0, {4, 2, 3}, 0, 3, true);
+  check(same_bits(std::vector<float>(both.begin() + 16, both.end()), alone->logits()));
+  const std::vector<id> one = {1}, slot = {0};
+  const std::vector<size> position = {2};
+  CHECK_THROWS_AS(runner->forward({view(one), view(slot), view(position), {}}), invalid_argument);
+  runner->reset(0);
+  feed(*runner, 0, {4, 2, 3}, 0, 3, true);
+  check(same_bits(runner->logits(), alone->logits()));
+}
+
+TEST_CASE("device model: what does not fit is refused with what is needed, before anything is moved") {
+  K3CpuModel huge = synthetic_tiny();
+  // A vocabulary of 2^31 rows is only claimed: nothing of it is read.
+  huge.config.vocab_size = (size{1} << 31) - 1;
+  huge.weights.embed_tokens.extents[0] = huge.weights.lm_head.extents[0] = huge.config.vocab_size;
+  size needed = 0;
+  huge.config.intermediate_size = (size{1} << 31) - 1;
+  for (LayerWeights& layer : huge.weights.layers) {
+    if (layer.spec.mlp != MlpKind::Dense) continue;
+    layer.mlp.gate_proj.extents[0] = layer.mlp.up_proj.extents[0] = layer.mlp.down_proj.extents[1] = huge.config.intermediate_size;
+  }
+  const std::string refusal = refuse_too_large(huge, needed);
+  INFO(refusal);
+  CHECK(needed > size{150} << 30);
+  CHECK(refusal.find(std::to_string(needed)) != std::string::npos);
+}
