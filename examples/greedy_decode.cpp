@@ -15,6 +15,7 @@
 #include <k3/io/utf8_stream.hpp>
 #include <k3/model/greedy_decode.hpp>
 
+#include "cuda_backend.hpp"
 #include "progress.hpp"
 
 namespace {
@@ -61,7 +62,10 @@ void check_usage(const Arguments& arguments) {
   if (arguments.prompt.has_value() == arguments.ids.has_value())
     throw UsageError("give a prompt with either --prompt or --ids");
   if (arguments.logits && !arguments.json) throw UsageError("--logits needs --json");
-  if (arguments.backend == "cuda") throw UsageError("--backend cuda: this program was built without CUDA");
+  if (arguments.backend == "cuda") {
+    if (!cuda_backend_built()) throw UsageError("--backend cuda: this program was built without CUDA");
+    if (arguments.precision == "fp64") throw UsageError("--backend cuda takes --precision fp32 or bf16");
+  }
 }
 
 std::optional<k3::Tokenizer> find_tokenizer(const std::string& model) {
@@ -174,26 +178,34 @@ void print_summary(std::size_t prompt, std::size_t tokens, double prefill, doubl
                std::string(stop) == "eos" ? "an end token" : "the requested length");
 }
 
+/// Decodes with `decode(on_token)` and prints tokens, JSON and summary.
+template <class Decode>
+void decode_and_print(const Arguments& arguments, const std::vector<k3::id>& prompt, const std::vector<k3::id>& eos,
+                      const std::optional<k3::Tokenizer>& tokenizer, Decode&& decode) {
+  TokenPrinter print(tokenizer, eos, arguments.json);
+  const Clock::time_point start = Clock::now();
+  Clock::time_point first = start;
+  bool any = false;
+  const auto result = decode([&](k3::id token) {
+    if (!std::exchange(any, true)) first = Clock::now();
+    print(token);
+  });
+  const auto seconds = [](Clock::duration d) { return std::chrono::duration<double>(d).count(); };
+  print.finish();
+  if (arguments.json) print_json(prompt, result, arguments.logits);
+  print_summary(prompt.size(), result.tokens.size(), seconds(first - start), seconds(Clock::now() - first),
+                k3::text(result.stop));
+}
+
 template <class P>
 void decode(const Arguments& arguments, const k3::K3CpuModel& model, const std::vector<k3::id>& prompt,
             const std::vector<k3::id>& eos, const std::optional<k3::Tokenizer>& tokenizer) {
   const k3::host exec{arguments.threads};
   k3::Decoder<P> decoder(exec, model, std::min<std::size_t>(32, prompt.size()), 1, k3::Ablation::from_env());
   k3::HybridCache<P> cache = decoder.make_cache(1, prompt.size() + arguments.max_new);
-  TokenPrinter print(tokenizer, eos, arguments.json);
-  const Clock::time_point start = Clock::now();
-  Clock::time_point first = start;
-  bool any = false;
-  const auto result = k3::greedy_decode(decoder, cache, 0, k3::view(prompt), {arguments.max_new, eos, arguments.logits},
-                                        [&](k3::id token) {
-                                          if (!std::exchange(any, true)) first = Clock::now();
-                                          print(token);
-                                        });
-  const auto seconds = [](Clock::duration d) { return std::chrono::duration<double>(d).count(); };
-  print.finish();
-  if (arguments.json) print_json(prompt, result, arguments.logits);
-  print_summary(prompt.size(), result.tokens.size(), seconds(first - start), seconds(Clock::now() - first),
-                k3::text(result.stop));
+  decode_and_print(arguments, prompt, eos, tokenizer, [&](auto on_token) {
+    return k3::greedy_decode(decoder, cache, 0, k3::view(prompt), {arguments.max_new, eos, arguments.logits}, on_token);
+  });
 }
 
 void run(const Arguments& arguments) {
@@ -212,7 +224,14 @@ void run(const Arguments& arguments) {
                      std::to_string(arguments.max_new) + " tokens, above max_position_embeddings, " +
                      std::to_string(limit));
   print_layer_map(model);
-  if (arguments.precision == "fp64") decode<k3::Fp64>(arguments, model, prompt, eos, tokenizer);
+  if (arguments.backend == "cuda") {
+    Progress upload("to the GPU, MB");
+    const auto megabytes = [&](std::size_t done, std::size_t total) { upload(done >> 20, total >> 20); };
+    decode_and_print(arguments, prompt, eos, tokenizer, [&](auto on_token) {
+      return decode_on_cuda(model, prompt, {arguments.max_new, eos, arguments.logits}, arguments.precision == "bf16",
+                            on_token, megabytes);
+    });
+  } else if (arguments.precision == "fp64") decode<k3::Fp64>(arguments, model, prompt, eos, tokenizer);
   else if (arguments.precision == "bf16") decode<k3::Bf16>(arguments, model, prompt, eos, tokenizer);
   else decode<k3::Fp32>(arguments, model, prompt, eos, tokenizer);
 }

@@ -60,6 +60,7 @@ TEST_CASE("device decoder: tokens and logits of the references in float, at ever
       const std::vector<id> ids = f.ids(prompt), generated = f.generated(prompt);
       std::vector<std::vector<float>> first;
       for (const size rows : {size{1}, size{7}, size{32}}) {
+        if (small_only() && (rows == 32 || prompt == 2)) continue;
         auto runner = make_device_runner(f.model, {});
         const Run run = greedy(*runner, ids, small_only() ? 3 : generated.size(), rows);
         INFO(name << " prompt " << prompt << ", " << rows << " rows a pass");
@@ -222,6 +223,7 @@ TEST_CASE("device caches: bytes go to the device and back unchanged and open on 
 
 TEST_CASE("device decoder: gates C1, C2, C4 and their faults") {
   for (const char* name : fixture_names) {
+    if (small_only() && std::string(name) == "k3-tiny-13l") continue;
     const Fixture& f = fixture(name);
     const std::vector<id> ids = f.ids(2);
     auto runner = make_device_runner(f.model, {});

@@ -26,6 +26,7 @@ class DeviceDecoder {
 
  public:
   using Activation = typename P::activation;
+  using Accumulator = typename P::accumulator;
 
   /// `capacity`: positions of the longest cache this decoder will see. Throws as Decoder does; of the ablations,
   /// attnres_mix, force_expert and skip_layer are there.
@@ -87,6 +88,13 @@ class DeviceDecoder {
     finish();
     std::vector<float> values(logit_rows_.size() * geometry_.vocab);
     if (!values.empty()) work_.logits.copy_to(values.data(), 0, values.size());
+    return values;
+  }
+  /// The logits of the wanted row `index`; waits.
+  std::vector<float> logits_row(size index) {
+    finish();
+    std::vector<float> values(geometry_.vocab);
+    work_.logits.copy_to(values.data(), index * geometry_.vocab, values.size());
     return values;
   }
   /// What became of the wanted row `index` of the last pass; waits.

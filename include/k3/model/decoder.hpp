@@ -76,6 +76,11 @@ class Decoder {
   HostView<const Accumulator, 2> logits() const {
     return view(static_cast<const Accumulator*>(work_.logits.data()), logit_count_, size{geometry_.vocab});
   }
+  /// A copy of the logits of the wanted row `index`.
+  std::vector<Accumulator> logits_row(size index) const {
+    const auto row = logits()[index];
+    return {row.data, row.data + row.extent(0)};
+  }
   /// What became of the wanted row `index` of the last pass.
   RowStatus status(size index) const { return work_.logit_status[index]; }
   /// The most likely token of the wanted row `index`; ties go to the lower id. Throws invalid_argument where the row is not ok.

@@ -47,10 +47,20 @@ inline void check_prompt(HostView<const id, 1> prompt, size vocab, size position
 
 }  // namespace detail
 
+/// Decoder, or DeviceDecoder of the CUDA backend: what greedy decoding asks of either.
+template <class D>
+concept any_decoder = requires(D& decoder) {
+  typename D::Accumulator;
+  { decoder.model() } -> std::convertible_to<const K3CpuModel&>;
+  { decoder.max_rows() } -> std::convertible_to<size>;
+  { decoder.argmax(size{0}) } -> std::convertible_to<id>;
+  decoder.logits_row(size{0});
+};
+
 /// Feeds a prompt to the sequence in `slot`, max_rows tokens a pass, and leaves the logits of its last token in the decoder.
 /// Same bits as token by token. The prompt must not be empty and must fit the cache: invalid_argument, nothing changed.
-template <precision P, decoder_geometry G>
-void prefill(Decoder<P, G>& decoder, HybridCache<P>& cache, size slot, HostView<const id, 1> prompt) {
+template <any_decoder AnyDecoder, class Cache>
+void prefill(AnyDecoder& decoder, Cache& cache, size slot, HostView<const id, 1> prompt) {
   const size count = prompt.extent(0), first = cache.position(slot);
   detail::check_prompt(prompt, size{decoder.model().config.vocab_size}, first, cache.capacity(), 0);
   const std::vector<id> slots(decoder.max_rows(), static_cast<id>(slot));
@@ -70,13 +80,13 @@ void prefill(Decoder<P, G>& decoder, HybridCache<P>& cache, size slot, HostView<
 /// until `max_new` tokens are there or one of `eos` is chosen. The last token is not fed back; the cache then holds prompt and
 /// all new tokens but the last. Throws invalid_argument, with the cache unchanged, for an empty prompt, ids outside the
 /// vocabulary and a prompt + max_new beyond the cache's capacity; later for NaN logits, with the sequence marked unusable.
-template <precision P, decoder_geometry G, class OnToken = NoTokenCallback>
-GreedyResult<typename P::accumulator> greedy_decode(Decoder<P, G>& decoder, HybridCache<P>& cache, size slot,
-                                                    HostView<const id, 1> prompt, const GreedyOptions& options,
-                                                    OnToken&& on_token = {}) {
+template <any_decoder AnyDecoder, class Cache, class OnToken = NoTokenCallback>
+GreedyResult<typename AnyDecoder::Accumulator> greedy_decode(AnyDecoder& decoder, Cache& cache, size slot,
+                                                             HostView<const id, 1> prompt, const GreedyOptions& options,
+                                                             OnToken&& on_token = {}) {
   detail::check_prompt(prompt, size{decoder.model().config.vocab_size}, cache.position(slot), cache.capacity(),
                        options.max_new);
-  GreedyResult<typename P::accumulator> result;
+  GreedyResult<typename AnyDecoder::Accumulator> result;
   if (options.max_new == 0) return result;
   result.tokens.reserve(options.max_new);
   prefill(decoder, cache, slot, prompt);
@@ -85,10 +95,7 @@ GreedyResult<typename P::accumulator> greedy_decode(Decoder<P, G>& decoder, Hybr
   while (true) {
     const id token = decoder.argmax(0);
     result.tokens.push_back(token);
-    if (options.keep_logits) {
-      const auto logits = decoder.logits()[0];
-      result.logits.emplace_back(logits.data, logits.data + logits.extent(0));
-    }
+    if (options.keep_logits) result.logits.push_back(decoder.logits_row(0));
     on_token(token);
     for (const id end : options.eos)
       if (token == end) result.stop = StopReason::eos;
