@@ -12,16 +12,17 @@
 #include <k3/cuda/kda_decode_token.cuh>
 #include <k3/geometry/presets.hpp>
 
+#include "cuda_harness.cuh"
+
 namespace {
 
 using namespace k3;
+using namespace k3::bench;
 
 constexpr kimi_k3::Kda geometry;
 constexpr size width = kda_width(geometry), channels = kda_conv_channels(geometry), heads = geometry.heads;
 constexpr size state_elements = kda_state_elements(geometry), window_elements = kda_conv_elements(geometry);
 constexpr size most_launches = 64, slot_count = 512;
-
-void check_cuda(cudaError_t code) { detail::check_cuda("bench", "CUDA", code); }
 
 /// Numbers in +-range, from the index.
 template <class T>
@@ -31,20 +32,6 @@ __global__ void fill(T* to, size count, float range, float offset) {
     bits = (bits ^ (bits >> 15)) * 2246822519u;
     to[i] = static_cast<T>(range * (static_cast<float>(bits >> 8) / 8388608.0f - 1) + offset);
   }
-}
-
-__global__ void read_all(const uint4* from, size count, unsigned* sink) {
-  unsigned sum = 0;
-  const size step = size{gridDim.x} * blockDim.x;
-  size i = blockIdx.x * size{blockDim.x} + threadIdx.x;
-  for (; i + 7 * step < count; i += 8 * step) {
-    uint4 v[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = kernel::load_streaming(from + i + j * step);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) sum += v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
-  }
-  if (sum == 0x12345678u) *sink = sum;
 }
 
 /// Reads and writes every element once, as the state is.
@@ -66,41 +53,6 @@ DeviceBuffer<T> filled(size count, float range, float offset = 0) {
   fill<<<1024, 256>>>(buffer.data(), count, range, offset);
   detail::check_launch("fill");
   return buffer;
-}
-
-struct Timing {
-  double median_us, low_us, high_us;
-};
-
-/// Microseconds of one of the `launches` that `work` puts on the stream, from replays of a graph.
-template <class Work>
-Timing measure(cudaStream_t stream, size launches, int replays, Work&& work) {
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t exec = nullptr;
-  check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  work();
-  check_cuda(cudaStreamEndCapture(stream, &graph));
-  check_cuda(cudaGraphInstantiate(&exec, graph, 0));
-  cudaEvent_t start, stop;
-  check_cuda(cudaEventCreate(&start));
-  check_cuda(cudaEventCreate(&stop));
-  std::vector<double> times;
-  for (int i = 0; i < replays + 3; ++i) {
-    check_cuda(cudaEventRecord(start, stream));
-    check_cuda(cudaGraphLaunch(exec, stream));
-    check_cuda(cudaEventRecord(stop, stream));
-    check_cuda(cudaStreamSynchronize(stream));
-    float milliseconds = 0;
-    check_cuda(cudaEventElapsedTime(&milliseconds, start, stop));
-    if (i >= 3) times.push_back(1e3 * milliseconds / static_cast<double>(launches));
-  }
-  std::sort(times.begin(), times.end());
-  check_cuda(cudaEventDestroy(start));
-  check_cuda(cudaEventDestroy(stop));
-  check_cuda(cudaGraphExecDestroy(exec));
-  check_cuda(cudaGraphDestroy(graph));
-  const auto at = [&](double share) { return times[static_cast<size>(share * static_cast<double>(times.size() - 1))]; };
-  return {at(0.5), at(0.1), at(0.9)};
 }
 
 struct Memory {

@@ -13,9 +13,12 @@
 #include <k3/cuda/dense_mlp.cuh>
 #include <k3/cuda/rms_norm.cuh>
 
+#include "cuda_harness.cuh"
+
 namespace {
 
 using namespace k3;
+using namespace k3::bench;
 
 constexpr size pool_bytes = size{6} << 30;  // the largest operand, lm_head, is 2.3 GB
 
@@ -27,21 +30,6 @@ __global__ void fill(std::uint64_t* words, size count) {
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     words[i] = ((z ^ (z >> 31)) & 0x807f807f807f807full) | 0x3c803c803c803c80ull;
   }
-}
-
-__global__ void __launch_bounds__(512) read_all(const uint4* words, size count, unsigned* sink) {
-  constexpr size deep = 8;
-  unsigned any = 0;
-  const size step = size{gridDim.x} * blockDim.x;
-  size i = blockIdx.x * size{blockDim.x} + threadIdx.x;
-  for (; i + (deep - 1) * step < count; i += deep * step) {
-    uint4 v[deep];
-#pragma unroll
-    for (size j = 0; j < deep; ++j) v[j] = kernel::load_streaming(words + i + j * step);
-#pragma unroll
-    for (size j = 0; j < deep; ++j) any ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
-  }
-  if (any == 0x12345679u) *sink = any;
 }
 
 class Bench {
@@ -82,29 +70,10 @@ class Bench {
   /// Median microseconds of one of `inside` calls within a graph.
   template <class Work>
   double time(int inside, Work&& work) {
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
-    detail::check_cuda("bench", "begin capture", cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal));
-    for (int i = 0; i < inside; ++i) work(gpu{stream_});
-    detail::check_cuda("bench", "end capture", cudaStreamEndCapture(stream_, &graph));
-    detail::check_cuda("bench", "instantiate", cudaGraphInstantiate(&exec, graph, 0));
-    cudaEvent_t start, stop;
-    detail::check_cuda("bench", "event", cudaEventCreate(&start));
-    detail::check_cuda("bench", "event", cudaEventCreate(&stop));
-    std::vector<double> times;
-    for (int repetition = 0; repetition < 12; ++repetition) {
-      detail::check_cuda("bench", "record", cudaEventRecord(start, stream_));
-      detail::check_cuda("bench", "launch", cudaGraphLaunch(exec, stream_));
-      detail::check_cuda("bench", "record", cudaEventRecord(stop, stream_));
-      detail::check_cuda("bench", "synchronize", cudaEventSynchronize(stop));
-      float ms = 0;
-      detail::check_cuda("bench", "elapsed", cudaEventElapsedTime(&ms, start, stop));
-      if (repetition >= 3) times.push_back(1e3 * static_cast<double>(ms) / inside);
-    }
-    std::sort(times.begin(), times.end());
-    static_cast<void>(cudaEventDestroy(start)), static_cast<void>(cudaEventDestroy(stop));
-    static_cast<void>(cudaGraphExecDestroy(exec)), static_cast<void>(cudaGraphDestroy(graph));
-    return times[times.size() / 2];
+    const auto calls = [&] {
+      for (int i = 0; i < inside; ++i) work(gpu{stream_});
+    };
+    return measure(stream_, static_cast<size>(inside), 9, calls).median_us;
   }
 
   void report(const std::string& name, size batch, double us, double bytes) const {

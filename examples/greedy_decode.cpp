@@ -3,8 +3,10 @@
 
 #include <sys/resource.h>
 
+#include <charconv>
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <iostream>
 #include <optional>
 
@@ -26,6 +28,7 @@ struct Arguments {
   std::string model;
   std::optional<std::string> prompt;
   std::optional<std::string> ids;
+  std::string max_new_text;
   std::size_t max_new = 0;
   std::optional<std::string> eos;
   std::string backend = "host";
@@ -39,20 +42,21 @@ struct UsageError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// A decimal number of nothing but digits, at most `most`. The command line's own conversion takes signs and octal, and wraps.
+std::uint64_t parse_number(const std::string& option, const std::string& text, std::uint64_t most) {
+  std::uint64_t value = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stopped, problem] = std::from_chars(text.data(), end, value);
+  if (text.empty() || problem != std::errc() || stopped != end || value > most)
+    throw UsageError(option + ": \"" + text + "\" is not a number from 0 to " + std::to_string(most));
+  return value;
+}
+
 std::vector<k3::id> parse_ids(const std::string& option, const std::string& text) {
   std::vector<k3::id> ids;
   for (std::size_t at = 0; at <= text.size();) {
     const std::size_t comma = std::min(text.find(',', at), text.size());
-    const std::string item = text.substr(at, comma - at);
-    std::size_t used = 0;
-    long long value = -1;
-    try {
-      value = std::stoll(item, &used);
-    } catch (const std::exception&) {
-    }
-    if (item.empty() || used != item.size() || value < 0 || value > 0x7fffffff)
-      throw UsageError(option + ": \"" + item + "\" is not a token id (expected numbers separated by commas)");
-    ids.push_back(static_cast<k3::id>(value));
+    ids.push_back(static_cast<k3::id>(parse_number(option, text.substr(at, comma - at), 0x7fffffff)));
     at = comma + 1;
   }
   return ids;
@@ -64,11 +68,13 @@ void check_usage(const Arguments& arguments) {
   if (arguments.logits && !arguments.json) throw UsageError("--logits needs --json");
   if (arguments.backend == "cuda") {
     if (!cuda_backend_built()) throw UsageError("--backend cuda: this program was built without CUDA");
+    if (arguments.threads != 0) throw UsageError("--backend cuda takes no --threads");
     if (arguments.precision == "fp64") throw UsageError("--backend cuda takes --precision fp32 or bf16");
   }
 }
 
 std::optional<k3::Tokenizer> find_tokenizer(const std::string& model) {
+  if (!std::filesystem::is_directory(model)) throw k3::format_error(model, "", "is not a folder that can be read");
   if (!k3::detail::exists(model + "/tiktoken.model")) return std::nullopt;
   return k3::Tokenizer::from_directory(model);
 }
@@ -107,6 +113,10 @@ void print_layer_map(const k3::K3CpuModel& model) {
   std::fprintf(stderr, "layer map (K KDA, M MLA; d dense, e experts): %s\n", map.c_str());
 }
 
+void require_output() {
+  if (!std::cout) throw k3::error("standard output cannot be written");
+}
+
 /// Standard output as the tokens come: whole characters of text, or ids where there is no tokenizer.
 class TokenPrinter {
  public:
@@ -121,10 +131,11 @@ class TokenPrinter {
       std::cout << stream_.push(tokenizer_->token_bytes(token)) << std::flush;
     }
     first_ = false;
+    require_output();
   }
   void finish() {
     if (!silent_) std::cout << stream_.flush() << std::endl;
-    if (!std::cout) throw k3::error("standard output cannot be written");
+    require_output();
   }
 
  private:
@@ -166,7 +177,7 @@ void print_json(const std::vector<k3::id>& prompt, const Result& result, bool wi
     print_list(result.logits, [](const auto& row) { print_list(row, [](auto value) { print_number(value); }); });
   }
   std::cout << "}" << std::endl;
-  if (!std::cout) throw k3::error("standard output cannot be written");
+  require_output();
 }
 
 void print_summary(std::size_t prompt, std::size_t tokens, double prefill, double decode, const char* stop) {
@@ -240,7 +251,7 @@ void describe(CLI::App& app, Arguments& arguments) {
   app.add_option("MODEL_DIR", arguments.model, "folder with config.json and the safetensors files")->required();
   app.add_option("--prompt", arguments.prompt, "text to continue (needs the checkpoint's tokenizer)");
   app.add_option("--ids", arguments.ids, "token ids to continue, separated by commas");
-  app.add_option("--max-new", arguments.max_new, "new tokens at most; 0 gives none")->required();
+  app.add_option("--max-new", arguments.max_new_text, "new tokens at most; 0 gives none")->required();
   app.add_option("--eos", arguments.eos,
                  "end tokens, separated by commas, instead of the checkpoint's (config.json, generation_config.json and "
                  "the tokenizer's [EOS]); none: no end token");
@@ -254,7 +265,8 @@ void describe(CLI::App& app, Arguments& arguments) {
   app.add_flag("--logits", arguments.logits, "with --json: the row of logits that each new token was chosen from");
   app.footer("The text (ids where the checkpoint has no tokenizer) goes to standard output as it is decoded, everything "
              "else to standard error.\nExit status: 0; 2 for a mistake in the call; 1 for anything else.\n"
-             "Environment: K3_ATTNRES_MIX=0..1 and K3_FORCE_EXPERT=ID put deliberate faults in, for tests.");
+             "Environment: K3_ATTNRES_MIX=0..1 and K3_FORCE_EXPERT=ID put deliberate faults in, for tests; K3_CUDA_KDA=0 and "
+             "K3_CUDA_MLA=0 run that mixer on the host.");
 }
 
 }  // namespace
@@ -265,13 +277,17 @@ int main(int argc, char** argv) {
   describe(app, arguments);
   try {
     app.parse(argc, argv);
-  } catch (const CLI::CallForHelp& help) {
-    return app.exit(help);
+  } catch (const CLI::CallForHelp&) {
+    std::cout << app.help() << std::flush;
+    if (std::cout) return 0;
+    std::cerr << "greedy_decode: standard output cannot be written\n";
+    return 1;
   } catch (const CLI::ParseError& problem) {
     std::cerr << "greedy_decode: " << problem.what() << " (--help explains)\n";
     return 2;
   }
   try {
+    arguments.max_new = parse_number("--max-new", arguments.max_new_text, 0x7fffffff);
     run(arguments);
     return 0;
   } catch (const UsageError& problem) {

@@ -6,26 +6,28 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 usage() {
   cat <<'END'
-usage: tests/gpu.sh [--digest | --quick] [--arch 90a] [--build-dir DIR] [NAME]...
+usage: tests/gpu.sh [--digest | --build | --quick] [--arch 90a] [--build-dir DIR] [NAME]...
 
 Builds tests/cuda, runs every program, then each again at small shapes under compute-sanitizer's four tools, writes
 tests/gpu-last-run.json, and closes with the line `N passed, N failed`. NAME: only this program (kda, linear, ...).
 
   --digest   print the digest of the sources that a run is valid for, and nothing else
+  --build    build and link the programs, run none; counts the programs
   --quick    no sanitizers, no record
 END
 }
 
 digest() {
-  find include kernels tests/cuda tests/gpu.sh -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum |
-    cut -d' ' -f1
+  find include kernels tests/cuda tests/support tests/data examples/data tests/gpu.sh -type f ! -name '*.md' ! -name '*.pyc' -print0 |
+    LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d' ' -f1
 }
 
-quick=no arch=90a build=build-gpu
+run=yes quick=no arch=90a build=build-gpu
 names=()
 while [ $# -gt 0 ]; do
   case $1 in
     --digest) digest; exit 0 ;;
+    --build) run=no ;;
     --quick) quick=yes ;;
     --arch) arch=$2; shift ;;
     --build-dir) build=$2; shift ;;
@@ -80,15 +82,29 @@ count() {  # name log status
   printf '%-28s %s passed, %s failed\n' "$1" "$good" "$bad"
 }
 
+# As many programs at once as there are processors.
 builders=()
-for name in "${names[@]}"; do build_one "$name" & builders+=($!); done
+for name in "${names[@]}"; do
+  while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n; done
+  build_one "$name" &
+  builders+=($!)
+done
 for i in "${!names[@]}"; do
   if ! wait "${builders[$i]}"; then
     echo "${names[$i]}: the build failed"
     grep -hE 'error|Error' "$build/${names[$i]}".*log "$build/${names[$i]}.log" | head -n 20
     rm -f "$build/test_${names[$i]}"
+    failed=$((failed + 1))
+  else
+    passed=$((passed + 1))
   fi
 done
+if [ "$run" = no ]; then
+  echo "$passed passed, $failed failed"
+  [ "$failed" = 0 ] && [ "$passed" -gt 0 ]
+  exit
+fi
+passed=0 failed=0
 for name in "${names[@]}"; do
   log=$build/$name.run
   timeout 300 "$build/test_$name" >"$log" 2>&1

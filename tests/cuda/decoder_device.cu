@@ -14,8 +14,7 @@ class Runner final : public DeviceRunner {
  public:
   Runner(const K3CpuModel& model, const RunnerOptions& o)
       : model_(model), decoder_(gpu{o.graphs ? static_cast<cudaStream_t>(stream_) : nullptr}, model_, o.capacity, o.max_rows, o.max_logit_rows, o.ablation),
-        cache_(o.graphs ? static_cast<cudaStream_t>(stream_) : nullptr, model.graph, model.config.kda, model.config.mla, o.slots, o.capacity,
-               Environment{!o.kda_on_host, !o.mla_on_host, 1.0f, {}}) {}
+        options_(o), cache_(fresh_cache()) {}
 
   void forward(const DecoderBatch& batch) override { decoder_.forward(cache_, batch); }
   std::vector<float> logits() override { return decoder_.logits(); }
@@ -44,10 +43,25 @@ class Runner final : public DeviceRunner {
     cache_.rollback(point_);
   }
 
+  void spoil_mark() override { point_.kda_layers.pop_back(); }
+  void new_cache() override {
+    decoder_.finish();
+    cache_ = fresh_cache();
+  }
+  std::vector<float> logits_row(size index) override { return decoder_.logits_row(index); }
+
  private:
+  DeviceHybridCache<P> fresh_cache() const {
+    const K3CpuModel& model = model_.host_model();
+    return DeviceHybridCache<P>(options_.graphs ? static_cast<cudaStream_t>(stream_) : nullptr, model.graph, model.config.kda,
+                                model.config.mla, options_.slots, options_.capacity,
+                                Environment{!options_.kda_on_host, !options_.mla_on_host, 1.0f, {}});
+  }
+
   Stream stream_;
   K3DeviceModel model_;
   DeviceDecoder<P> decoder_;
+  RunnerOptions options_;
   DeviceHybridCache<P> cache_;
   RollbackPoint<P> point_;
 };

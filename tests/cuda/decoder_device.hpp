@@ -24,6 +24,9 @@ class DeviceRunner {
   virtual void from_bytes(size slot, const std::vector<unsigned char>& bytes) = 0;
   virtual void mark() = 0;           ///< takes a rollback point of slot 0
   virtual void back_to_mark() = 0;
+  virtual void spoil_mark() = 0;     ///< takes a KDA layer out of the point
+  virtual void new_cache() = 0;      ///< the decoder goes on with a fresh cache; the old one is gone
+  virtual std::vector<float> logits_row(size index) = 0;
 };
 
 struct RunnerOptions {

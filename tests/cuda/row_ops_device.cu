@@ -82,7 +82,7 @@ EmbedResult embed_typed(const RowCall& call, const std::vector<id>& ids, size vo
   run_on_stream(
       call.replays,
       [&](const gpu& exec) {
-        embed_tokens(exec, tokens.view(ids.size()), entries.view(), out.view(), status.view(ids.size()));
+        embed_tokens(exec, tokens.view(ids.size()), entries.view(), out.view(), {}, status.view(ids.size()));
       },
       [] {});
   return {out.get(), status.to_vector()};

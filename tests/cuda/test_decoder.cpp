@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The whole decoder on the device: the references' tokens, the host's results, and what a step must not depend on.
 
+#include <algorithm>
 #include <limits>
 
 #include <k3/model/synthetic.hpp>
@@ -218,6 +219,10 @@ TEST_CASE("device caches: bytes go to the device and back unchanged and open on 
     CHECK(runner->to_bytes(0) == marked);
     feed(*runner, 0, sequence, sequence.size() - 1, 1, true);
     check(same_bits(runner->logits(), once));
+    const std::vector<unsigned char> now = runner->to_bytes(0);
+    runner->spoil_mark();
+    CHECK_THROWS_AS(runner->back_to_mark(), invalid_argument);
+    CHECK(runner->to_bytes(0) == now);
   }
 }
 
@@ -289,6 +294,44 @@ TEST_CASE("device decoder: NaN stays in its sequence and marks it when the token
   runner->reset(0);
   feed(*runner, 0, {4, 2, 3}, 0, 3, true);
   check(same_bits(runner->logits(), alone->logits()));
+
+  // Nobody asks between two passes: the second is refused all the same, and no token comes of it.
+  runner->reset(0);
+  feed(*runner, 0, {1, 9}, 0, 2, false);
+  CHECK_THROWS_AS(feed(*runner, 0, {1, 9, 3}, 2, 1, true), invalid_argument);
+  CHECK(runner->slot_status(0) == RowStatus::nan_router_logits);
+  CHECK(runner->position(0) == 2);
+}
+
+TEST_CASE("device decoder: padding rows have zero logits, rows that were not wanted have none") {
+  const Fixture& f = fixture("k3-tiny-5l");
+  for (const bool half : {false, true})
+    for (const bool graphs : {true, false}) {
+      RunnerOptions options;
+      options.half = half, options.graphs = graphs, options.max_logit_rows = 2;
+      auto runner = make_device_runner(f.model, options);
+      const std::vector<id> tokens = {-5, 7}, slots = {pad_slot, 0};
+      const std::vector<size> positions = {99, 0}, wanted = {0, 1};
+      runner->forward({view(tokens), view(slots), view(positions), view(wanted)});
+      const std::vector<float> padding = runner->logits_row(0), row = runner->logits_row(1);
+      for (const float logit : padding) CHECK(logit == 0.0f);
+      CHECK(runner->status(0) == RowStatus::ok);
+      CHECK(std::any_of(row.begin(), row.end(), [](float logit) { return logit != 0.0f; }));
+      CHECK_THROWS_AS(runner->logits_row(2), invalid_argument);
+      CHECK_THROWS_AS(runner->status(2), invalid_argument);
+      CHECK_THROWS_AS(runner->argmax(2), invalid_argument);
+    }
+}
+
+TEST_CASE("device decoder: another cache takes the place of one that is gone") {
+  const Fixture& f = fixture("k3-tiny-5l");
+  auto runner = make_device_runner(f.model, {});
+  const Run first = greedy(*runner, f.ids(2), 4);
+  for (int again = 0; again < 3; ++again) {
+    runner->new_cache();
+    const Run next = greedy(*runner, f.ids(2), 4);
+    for (size row = 0; row < 4; ++row) check(same_bits(next.logits[row], first.logits[row]));
+  }
 }
 
 TEST_CASE("device model: what does not fit is refused with what is needed, before anything is moved") {

@@ -3,7 +3,7 @@
 
 #include "cuda/device_test.hpp"
 #include "cuda/linear_device.hpp"
-#include "support/compare.hpp"
+#include "cuda/random_numbers.hpp"
 
 using namespace k3;
 using namespace k3::test;
@@ -11,14 +11,6 @@ using namespace k3::test;
 namespace {
 
 using sizes = std::initializer_list<size>;
-
-/// Random numbers, rounded where they are to be bf16.
-std::vector<float> numbers(size count, unsigned seed, bool is_bf16, double scale = 1.0) {
-  std::vector<float> values = converted<float>(random_normal(count, seed, scale));
-  if (is_bf16)
-    for (float& value : values) value = static_cast<float>(bf16(value));
-  return values;
-}
 
 ProductCase make_case(size tokens, size columns, bool bf16_x = true) {
   ProductCase c;

@@ -6,7 +6,7 @@
 
 #include "cuda/device_test.hpp"
 #include "cuda/row_ops_device.hpp"
-#include "support/compare.hpp"
+#include "cuda/random_numbers.hpp"
 
 using namespace k3;
 using namespace k3::test;
@@ -14,13 +14,6 @@ using namespace k3::test;
 namespace {
 
 using sizes = std::initializer_list<size>;
-
-std::vector<float> numbers(size count, unsigned seed, bool is_bf16, double scale = 1.0) {
-  std::vector<float> values = converted<float>(random_normal(count, seed, scale));
-  if (is_bf16)
-    for (float& value : values) value = static_cast<float>(bf16(value));
-  return values;
-}
 
 std::vector<float> first_rows(const std::vector<float>& values, size from, size count, size columns) {
   return {values.begin() + static_cast<std::ptrdiff_t>(from * columns),

@@ -180,7 +180,7 @@ TEST_CASE("geometry: what cannot be a geometry", "[geometry]") {
   check_refused(with(moe, [](auto& g) { g.top_k = 0; }), "top_k");
   check_refused(with(moe, [](auto& g) { g.top_k = 897; }), "top_k");
   check_refused(with(moe, [](auto& g) { g.latent = size{1} << 31; }), "widest");
-  CHECK_NOTHROW(check(with(moe, [](auto& g) { g.latent = g.n_shared = 0; }), "test"));
+  CHECK_NOTHROW(check(with(moe, [](auto& g) { g.latent = g.n_shared = 0, g.use_norm = false; }), "test"));
   const K3Config config = config_of(93, 1);
   check_refused(with(config, [](auto& c) { c.hidden_size = 0; }), "hidden_size");
   check_refused(with(config, [](auto& c) { c.hidden_size = 7169; }), "moe.hidden");
@@ -194,4 +194,19 @@ TEST_CASE("geometry: what cannot be a geometry", "[geometry]") {
   check_refused(with(config, [](auto& c) { c.mixers.resize(10001); }), "num_hidden_layers");
   check_refused(with(config, [](auto& c) { c.kda.heads = 0; }), "heads");
   check_refused(with(config, [](auto& c) { c.moe.top_k = 897; }), "top_k");
+}
+
+TEST_CASE("a norm in the latent space needs a latent space", "[geometry]") {
+  k3::LatentMoeConfig moe = k3::LatentMoeConfig::twin_0_40b();
+  k3::check(moe, "test");
+  moe.latent = 0;
+  try {
+    k3::check(moe, "test");
+    FAIL("accepted");
+  } catch (const k3::invalid_argument& problem) {
+    INFO(problem.what());
+    CHECK(problem.argument() == "geometry.use_norm");
+  }
+  moe.use_norm = false;
+  k3::check(moe, "test");
 }

@@ -190,6 +190,38 @@ TEST_CASE("cases 70 and 72: a batch that cannot be taken changes nothing and nam
   CHECK(cache.position(1) == 8);
 }
 
+TEST_CASE("a cache of another geometry is refused, and the index of a logit row is checked") {
+  const Fixture& f = fixture("k3-tiny-5l");
+  const Fixture& other = fixture("kimi-linear-5l");  // as many layers, of other kinds and sizes
+  Decoder<Fp32> decoder(host{1}, f.model, 4, 2);
+  Decoder<Fp32> foreign(host{1}, other.model);
+  HybridCache<Fp32> cache = foreign.make_cache(1, 8);
+  const std::vector<unsigned char> before = cache.to_bytes(0);
+  OwnedBatch batch;
+  batch.add(1, 0, 0, true);
+  try {
+    decoder.forward(cache, batch.batch());
+    FAIL("accepted");
+  } catch (const invalid_argument& problem) {
+    INFO(problem.what());
+    CHECK(problem.argument() == "the cache");
+  }
+  CHECK(cache.status(0) == RowStatus::ok);
+  CHECK(cache.to_bytes(0) == before);
+  K3Config narrow = small().config;  // the same kinds of layers, one head less
+  narrow.kda.heads = 1;
+  const K3CpuModel one_head = synthetic_model(narrow, 0.5f);
+  HybridCache<Fp32> fewer_heads = Decoder<Fp32>(host{1}, one_head).make_cache(1, 8);
+  Decoder<Fp32> two_heads(host{1}, small());
+  CHECK_THROWS_AS(two_heads.forward(fewer_heads, batch.batch()), invalid_argument);
+
+  HybridCache<Fp32> own = decoder.make_cache(1, 8);
+  decoder.forward(own, batch.batch());
+  CHECK_THROWS_AS(decoder.status(1), invalid_argument);
+  CHECK_THROWS_AS(decoder.logits_row(1), invalid_argument);
+  CHECK_THROWS_AS(decoder.argmax(1), invalid_argument);
+}
+
 TEST_CASE("cases 15 and 68: NaN stays in its sequence, is reported when the token is asked for, and marks the slot") {
   K3CpuModel model = synthetic_small();
   for (size column = 0; column < 8; ++column) set_weight(model.weights.embed_tokens, 9, column, std::numeric_limits<float>::quiet_NaN());

@@ -59,7 +59,7 @@ namespace detail {
 template <MemorySpace Space>
 void require_shape(const char* operation, const char* argument, const Mxfp4Matrix<Space>& matrix, size rows,
                    size columns) {
-  require(columns % mxfp4_group == 0, operation, argument, std::to_string(columns) + " columns wide",
+  require(columns % mxfp4_group == 0, operation, argument, [&] { return std::to_string(columns) + " columns wide"; },
           "a multiple of 32 columns");
   const std::string name = argument;
   require_shape(operation, (name + ".packed").c_str(), matrix.packed, rows, columns / 2);

@@ -13,8 +13,8 @@ struct Footprint {
   std::uintptr_t last() const { return first + (rows - 1) * stride + width; }
 };
 
-template <class T, size Rank>
-Footprint footprint(const View<T, Rank>& v) {
+template <class T, size Rank, MemorySpace Space>
+Footprint footprint(const View<T, Rank, Space>& v) {
   if (v.elements() == 0) return {};
   const auto first = reinterpret_cast<std::uintptr_t>(v.data);
   if constexpr (Rank == 2) return {first, v.extents[0], v.extents[1] * sizeof(T), v.strides[0] * sizeof(T)};

@@ -18,7 +18,7 @@ namespace k3 {
 /// Decoder on the device: the same batches, the same schedule, the same results. Between the token ids going in and the arg-max
 /// coming out nothing leaves the device, allocates or waits; `argmax` and `logits` wait for what they return. A pass that
 /// wants the logits of all its rows, a decode step, is captured into a CUDA graph the first time its number of rows is seen
-/// (on a stream of the caller's own, with all mixers on the device) and replayed from then on.
+/// (on a stream of the caller's own, with all mixers on the device) and replayed for as long as the cache stays the same.
 /// Precision: Fp32 (for parity) and Bf16. Source: as Decoder.
 template <precision P = Bf16, decoder_geometry G = DecoderGeometry>
 class DeviceDecoder {
@@ -39,6 +39,7 @@ class DeviceDecoder {
                 size max_logit_rows, const Ablation& ablation = {})
       : exec_(exec), model_(checked(model, geometry, max_rows, max_logit_rows, ablation)), geometry_(geometry),
         ablation_(ablation), max_rows_(max_rows), max_logit_rows_(max_logit_rows), capacity_(capacity),
+        shapes_(detail::layer_shapes(model.host_model().graph, model.config().kda, model.config().mla)),
         work_(geometry, model.host_model().graph, max_rows, max_logit_rows, capacity) {
     if (ablation.force_expert && geometry.moe.n_routed > 0) {
       std::vector<float> forced(max_rows * geometry.moe.n_routed, 0.0f);
@@ -48,9 +49,7 @@ class DeviceDecoder {
   }
   DeviceDecoder(const DeviceDecoder&) = delete;
   DeviceDecoder& operator=(const DeviceDecoder&) = delete;
-  ~DeviceDecoder() {
-    for (Graph& graph : graphs_) static_cast<void>(cudaGraphExecDestroy(graph.exec));
-  }
+  ~DeviceDecoder() { drop_graphs(); }
 
   const K3CpuModel& model() const { return model_.host_model(); }
   size max_rows() const { return max_rows_; }
@@ -64,9 +63,10 @@ class DeviceDecoder {
   /// Takes the batch's tokens into their sequences. Checked as Decoder::forward, before anything changes. Returns once the pass
   /// is on the stream (it first waits for the pass before it, whose results share its memory). The cache must outlive that.
   void forward(DeviceHybridCache<P>& cache, const DecoderBatch& batch) {
-    detail::check_batch(batch, cache, model().graph.layers.size(), size{geometry_.vocab}, max_rows_, max_logit_rows_);
-    detail::require(cache.capacity() <= capacity_, "DeviceDecoder::forward", "the cache's capacity", cache.capacity(), capacity_);
-    finish();
+    finish();  // what the pass before found decides whether its sequences may go on
+    detail::check_batch(batch, cache, shapes_, size{geometry_.vocab}, max_rows_, max_logit_rows_);
+    detail::require(cache.capacity() <= capacity_, "DeviceDecoder::forward", "the cache's capacity", cache.capacity(),
+                    capacity_);
     rows_ = batch.tokens.extent(0);
     logit_rows_.assign(batch.logit_rows.data, batch.logit_rows.data + batch.logit_rows.extent(0));
     for (size row = 0; row < rows_; ++row) {
@@ -76,8 +76,16 @@ class DeviceDecoder {
       work_.host_positions[row] = padding ? 0 : batch.positions(row);
     }
     const bool step = logit_rows_.size() == rows_;
-    if (step && exec_.stream != nullptr && !cache.on_host()) replay(cache);
-    else run(cache);
+    try {
+      if (step && exec_.stream != nullptr && !cache.on_host()) replay(cache);
+      else run(cache);
+    } catch (...) {
+      for (size row = 0; row < rows_; ++row)
+        if (work_.host_slots[row] != pad_slot)
+          cache.invalidate(static_cast<size>(work_.host_slots[row]), RowStatus::interrupted);
+      logit_rows_.clear();
+      throw;
+    }
     pending_ = &cache;
     for (size row = 0; row < rows_; ++row)
       if (work_.host_slots[row] != pad_slot) cache.advance(static_cast<size>(work_.host_slots[row]), 1);
@@ -92,20 +100,19 @@ class DeviceDecoder {
   }
   /// The logits of the wanted row `index`; waits.
   std::vector<float> logits_row(size index) {
-    finish();
+    require_index("DeviceDecoder::logits_row", index);
     std::vector<float> values(geometry_.vocab);
     work_.logits.copy_to(values.data(), index * geometry_.vocab, values.size());
     return values;
   }
   /// What became of the wanted row `index` of the last pass; waits.
   RowStatus status(size index) {
-    finish();
+    require_index("DeviceDecoder::status", index);
     const unsigned row = work_.host_status[logit_rows_[index]];
     return static_cast<RowStatus>(row != 0 ? row : work_.host_logit_status[index]);
   }
   /// The most likely token of the wanted row `index`, as Decoder::argmax; waits.
   id argmax(size index) {
-    detail::require(index < logit_rows_.size(), "DeviceDecoder::argmax", "index", index, logit_rows_.size());
     if (status(index) != RowStatus::ok)
       throw invalid_argument("DeviceDecoder", "logits of row " + std::to_string(index), text(status(index)), "numbers");
     return work_.host_argmax[index];
@@ -134,6 +141,10 @@ class DeviceDecoder {
     cudaGraphExec_t exec;
   };
 
+  void drop_graphs() {
+    for (Graph& graph : graphs_) static_cast<void>(cudaGraphExecDestroy(graph.exec));
+    graphs_.clear();
+  }
   static const K3DeviceModel& checked(const K3DeviceModel& model, G geometry, size max_rows, size max_logit_rows,
                                       const Ablation& ablation) {
     detail::require(runtime_geometry(geometry) == decoder_geometry_from(model.config()), "DeviceDecoder", "geometry",
@@ -149,6 +160,10 @@ class DeviceDecoder {
     return model;
   }
 
+  void require_index(const char* operation, size index) {
+    finish();
+    detail::require(index < logit_rows_.size(), operation, "index", index, "below the number of wanted rows");
+  }
   template <class T>
   auto rows_of(const DeviceBuffer<T>& buffer, size width) const { return buffer.view(rows_, width); }
   DeviceView<const id, 1> slots() const { return work_.slots.view(rows_); }
@@ -176,6 +191,7 @@ class DeviceDecoder {
   size max_rows_, max_logit_rows_, capacity_;
   size rows_ = 0, snapshots_ = 0;
   std::vector<size> logit_rows_;
+  std::vector<detail::LayerShape> shapes_;
   DeviceWorkspace<P> work_;
   DeviceBuffer<float> forced_logits_;
   DeviceHybridCache<P>* pending_ = nullptr;
@@ -188,6 +204,8 @@ void DeviceDecoder<P, G>::replay(DeviceHybridCache<P>& cache) {
   for (const Graph& graph : graphs_)
     if (graph.rows == rows_ && graph.cache == cache.identity())
       return detail::check_cuda(operation, "cudaGraphLaunch", cudaGraphLaunch(graph.exec, exec_.stream));
+  // Graphs of another cache are of no use to this one, and that cache may be gone.
+  if (!graphs_.empty() && graphs_.front().cache != cache.identity()) drop_graphs();
   cudaGraph_t captured = nullptr;
   cudaGraphExec_t executable = nullptr;
   detail::check_cuda(operation, "cudaStreamBeginCapture", cudaStreamBeginCapture(exec_.stream, cudaStreamCaptureModeThreadLocal));
@@ -217,7 +235,8 @@ void DeviceDecoder<P, G>::run(DeviceHybridCache<P>& cache) {
   };
   clear(work_.status);
   clear(work_.logit_status);
-  embed_tokens(exec_, work_.tokens.view(rows_), model_.weights().embed_tokens, rows_of(work_.stream, geometry_.hidden), statuses());
+  embed_tokens(exec_, work_.tokens.view(rows_), model_.weights().embed_tokens, rows_of(work_.stream, geometry_.hidden),
+               slots(), statuses());
   for (const DeviceLayerWeights& layer : model_.weights().layers)
     if (ablation_.skip_layer != layer.spec.index) run_layer(cache.layer(layer.spec.index), layer);
   head();

@@ -31,7 +31,8 @@ class DeviceHybridCache {
   /// Throws invalid_argument as HybridCache does, cuda_error where the memory is not there.
   DeviceHybridCache(cudaStream_t stream, const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots,
                     size capacity, const Environment& switches = environment())
-      : stream_(stream), capacity_(capacity), sequences_(slots), identity_(next_identity()) {
+      : stream_(stream), capacity_(capacity), shapes_(detail::layer_shapes(graph, kda, mla)), sequences_(slots),
+        identity_(next_identity()) {
     detail::require(capacity > 0, "DeviceHybridCache", "capacity", capacity, "at least 1 position");
     layers_.reserve(graph.layers.size());
     for (const K3LayerSpec& layer : graph.layers) {
@@ -45,6 +46,8 @@ class DeviceHybridCache {
   }
 
   size layers() const { return layers_.size(); }
+  /// What the layers keep; a decoder compares it with its model's.
+  const std::vector<detail::LayerShape>& shapes() const { return shapes_; }
   size slots() const { return sequences_.slots(); }
   size capacity() const { return capacity_; }
   size position(size slot) const { return sequences_[slot].position; }
@@ -85,11 +88,13 @@ class DeviceHybridCache {
       if (is_kda(index)) point.kda_layers.push_back(layer_snapshot(index, slot, s.position));
     return point;
   }
+  /// Sets the sequence back to a point of its own past. Throws invalid_argument, changing nothing, as HybridCache::rollback.
   void rollback(const RollbackPoint<P>& point) {
     sequences_.require_past(point.slot, point.generation, point.position, "DeviceHybridCache::rollback");
+    detail::check_point("DeviceHybridCache::rollback", shapes_, point);
     size next = 0;
     for (size index = 0; index < layers_.size(); ++index)
-      if (is_kda(index)) put(index, point.slot, point.position, point.kda_layers.at(next++));
+      if (is_kda(index)) put(index, point.slot, point.position, point.kda_layers[next++]);
     sequences_.rewind(point.slot, point.position);
   }
 
@@ -101,9 +106,7 @@ class DeviceHybridCache {
   void wait() const {
     detail::check_cuda("DeviceHybridCache", "cudaStreamSynchronize", cudaStreamSynchronize(stream_));
   }
-  bool is_kda(size index) const {
-    return std::holds_alternative<Kda>(layers_[index]) || std::holds_alternative<HostKda>(layers_[index]);
-  }
+  bool is_kda(size index) const { return shapes_[index].mixer == MixerKind::Kda; }
 
   LayerSnapshot<P> layer_snapshot(size index, size slot, size position) const {
     LayerSnapshot<P> result;
@@ -121,7 +124,6 @@ class DeviceHybridCache {
     } else if (const Mla* kv = std::get_if<Mla>(&layer)) {
       result.latents.resize(position * kv->width());
       kv->download(slot, result.latents.data(), position, stream_);
-      wait();
     } else {
       const HostMla& host_kv = std::get<HostMla>(layer);
       for (size p = 0; p < position; ++p)
@@ -139,7 +141,6 @@ class DeviceHybridCache {
       for (size i = 0; i < from.conv.size(); ++i) host->conv(slot).data[i] = from.conv[i];
     } else if (Mla* kv = std::get_if<Mla>(&layer)) {
       kv->upload(slot, from.latents.data(), position, stream_);
-      wait();
     } else {
       HostMla& host_kv = std::get<HostMla>(layer);
       for (size i = 0; i < from.latents.size(); ++i)
@@ -147,10 +148,9 @@ class DeviceHybridCache {
     }
   }
 
-  void check_layer(size index, size position, const LayerSnapshot<P>& from) const;
-
   cudaStream_t stream_;
   size capacity_;
+  std::vector<detail::LayerShape> shapes_;
   std::vector<DeviceLayerCache<P>> layers_;
   SequenceTable sequences_;
   size identity_;
@@ -167,34 +167,9 @@ CacheSnapshot<P> DeviceHybridCache<P>::snapshot(size slot) const {
 }
 
 template <precision P>
-void DeviceHybridCache<P>::check_layer(size index, size position, const LayerSnapshot<P>& from) const {
-  const auto require_count = [&](const char* part, size found, size expected) {
-    if (found != expected)
-      throw invalid_argument("DeviceHybridCache::restore", "layer " + std::to_string(index) + " " + part,
-                             std::to_string(found) + " elements", std::to_string(expected));
-  };
-  if (is_kda(index) != (from.mixer == MixerKind::Kda))
-    throw invalid_argument("DeviceHybridCache::restore", "layer " + std::to_string(index),
-                           from.mixer == MixerKind::Kda ? "KDA" : "MLA", "the other kind");
-  if (is_kda(index)) {
-    const Kda* state = std::get_if<Kda>(&layers_[index]);
-    const KdaConfig geometry = state ? state->geometry() : std::get<HostKda>(layers_[index]).geometry();
-    require_count("recurrent", from.recurrent.size(), kda_state_elements(geometry));
-    require_count("conv", from.conv.size(), kda_conv_elements(geometry));
-  } else {
-    const Mla* kv = std::get_if<Mla>(&layers_[index]);
-    require_count("latents", from.latents.size(), position * (kv ? kv->width() : std::get<HostMla>(layers_[index]).width()));
-  }
-}
-
-template <precision P>
 void DeviceHybridCache<P>::restore(size slot, const CacheSnapshot<P>& snapshot) {
   static_cast<void>(sequences_[slot]);  // throws where there is no such slot
-  detail::require(snapshot.layers.size() == layers_.size(), "DeviceHybridCache::restore", "the snapshot's layers",
-                  snapshot.layers.size(), layers_.size());
-  detail::require(snapshot.position <= capacity_, "DeviceHybridCache::restore", "the snapshot's position",
-                  snapshot.position, "at most the capacity");
-  for (size index = 0; index < layers_.size(); ++index) check_layer(index, snapshot.position, snapshot.layers[index]);
+  detail::check_snapshot("DeviceHybridCache::restore", shapes_, capacity_, snapshot);
   for (size index = 0; index < layers_.size(); ++index) put(index, slot, snapshot.position, snapshot.layers[index]);
   sequences_.replace(slot, snapshot.position);
 }

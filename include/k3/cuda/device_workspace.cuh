@@ -14,7 +14,7 @@ namespace k3 {
 template <class T>
 class PinnedBuffer {
  public:
-  explicit PinnedBuffer(size count) : count_(count) {
+  explicit PinnedBuffer(size count) {
     detail::check_cuda("PinnedBuffer", "cudaMallocHost",
                        cudaMallocHost(reinterpret_cast<void**>(&data_), (count ? count : 1) * sizeof(T)));
   }
@@ -28,7 +28,6 @@ class PinnedBuffer {
 
  private:
   T* data_ = nullptr;
-  size count_;
 };
 
 /// All memory of a device decoder's pass for up to `max_rows` rows, allocated once.

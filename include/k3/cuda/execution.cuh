@@ -8,7 +8,8 @@ namespace k3 {
 
 /// Run on a CUDA stream, the caller's. Calls return at once; all work of a call is ordered on this stream and on no other,
 /// allocates nothing, waits for nothing and may be captured into a graph.
-/// `independent`: a sequence's bits do not depend on the rest of its batch. False allows the fastest choice.
+/// `independent`: a sequence's bits do not depend on the rest of its batch. False would allow a faster choice that does not
+/// keep this; no operation has one yet, so both values give the same bits.
 struct gpu {
   cudaStream_t stream = nullptr;
   bool independent = true;
@@ -22,7 +23,7 @@ inline unsigned grid_size(size count, size per_block) {
   return static_cast<unsigned>(blocks < 0x7fffffffu ? blocks : 0x7fffffffu);
 }
 
-/// Multiprocessors of the current device.
+/// Multiprocessors of the device that was current at the first call.
 inline int multiprocessors() {
   static const int count = [] {
     int device = 0, value = 0;

@@ -42,15 +42,9 @@ inline kernel::KdaWeight kda_vector(const char* operation, const char* argument,
   return kda_weight(operation, argument, any);
 }
 
-/// The memory of a device tensor, for require_disjoint.
-template <class T, size Rank>
-Footprint kda_footprint(const DeviceView<T, Rank>& v) {
-  View<T, Rank> same{v.data, {}, {}};
-  for (size d = 0; d < Rank; ++d) same.extents[d] = v.extents[d], same.strides[d] = v.strides[d];
-  return footprint(same);
-}
+/// The memory of a weight whose type is known at run time, for require_disjoint.
 template <size Rank>
-Footprint kda_footprint(const AnyView<Rank, MemorySpace::device>& any) {
+Footprint footprint(const AnyView<Rank, MemorySpace::device>& any) {
   size elements = 1;
   for (size d = 0; d < Rank; ++d) elements *= any.extents[d];
   const size bytes = elements * (any.type == ElementType::bf16 ? sizeof(bf16) : sizeof(float));
@@ -97,25 +91,25 @@ struct KdaDeviceCall {
 
   kernel::KdaWeight taps(const char* name, const AnyMatrix<MemorySpace::device>& weight) const {
     require_weight(operation, name, weight, kda_width(g), g.conv_kernel);
-    require_written_apart(name, kda_footprint(weight));
+    require_written_apart(name, footprint(weight));
     return kda_weight(operation, name, weight);
   }
 
   /// What the kernel writes must not be what it reads.
   void require_written_apart(const char* read, const Footprint& from) const {
-    require_disjoint(operation, "out", kda_footprint(out), read, from);
-    require_disjoint(operation, "state.recurrent", kda_footprint(state.recurrent), read, from);
-    require_disjoint(operation, "state.conv", kda_footprint(state.conv), read, from);
+    require_disjoint(operation, "out", footprint(out), read, from);
+    require_disjoint(operation, "state.recurrent", footprint(state.recurrent), read, from);
+    require_disjoint(operation, "state.conv", footprint(state.conv), read, from);
   }
 
   Arguments arguments() const {
     check_shapes();
-    require_written_apart("x_qkv", kda_footprint(x));
-    require_written_apart(decay_name, kda_footprint(decay));
-    require_written_apart("beta", kda_footprint(beta));
-    require_written_apart("slots", kda_footprint(slots));
-    require_disjoint(operation, "out", kda_footprint(out), "state.recurrent", kda_footprint(state.recurrent));
-    require_disjoint(operation, "out", kda_footprint(out), "state.conv", kda_footprint(state.conv));
+    require_written_apart("x_qkv", footprint(x));
+    require_written_apart(decay_name, footprint(decay));
+    require_written_apart("beta", footprint(beta));
+    require_written_apart("slots", footprint(slots));
+    require_disjoint(operation, "out", footprint(out), "state.recurrent", footprint(state.recurrent));
+    require_disjoint(operation, "out", footprint(out), "state.conv", footprint(state.conv));
     Arguments a{};
     a.heads = static_cast<unsigned>(g.heads), a.rows = static_cast<unsigned>(x.extent(0));
     a.slot_count = state.recurrent.extent(0);
@@ -219,7 +213,7 @@ requires(std::same_as<typename Gate::value_type, typename X::value_type>&& std::
     detail::require(*bound < 0 && *bound - *bound == 0, operation, "geometry.gate_lower_bound", *bound,
                     "finite and below 0");
   detail::require_shape(operation, "gate", gate, x_qkv.extent(0), kda_width(geometry));
-  call.require_written_apart("gate", detail::kda_footprint(gate));
+  call.require_written_apart("gate", detail::footprint(gate));
   a.fused.A_log = detail::kda_vector(operation, "A_log", A_log, geometry.heads, true);
   a.fused.dt_bias = detail::kda_vector(operation, "dt_bias", dt_bias, kda_width(geometry), false);
   a.fused.o_norm = detail::kda_vector(operation, "o_norm", o_norm, geometry.head_dim, false);

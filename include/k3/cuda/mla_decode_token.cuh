@@ -21,7 +21,7 @@ void mla_check_append(const char* operation, G g, const KvA& kv_a, const AnyVect
   mla_require_weight(operation, "kv_a_layernorm", norm.type);
   require(eps >= 0 && eps < 1, operation, "norm_eps", eps, "at least 0 and below 1");
   mla_check_rows(operation, rows, slots, positions, kv, status);
-  mla_require_disjoint(operation, "kv.pages", kv.pages, "kv_a", kv_a);
+  require_disjoint(operation, "kv.pages", kv.pages, "kv_a", kv_a);
 }
 
 template <mla_geometry G>
@@ -132,7 +132,7 @@ void mla_absorb_query(const gpu& exec, G geometry, const Q& q, const AnyMatrix<M
   detail::require_shape(operation, "q", q, rows, mla_q_width(geometry));
   detail::mla_check_kv_b(operation, geometry, kv_b);
   detail::require_shape(operation, "q_latent", q_latent, rows, geometry.heads, mla_cache_width(geometry));
-  detail::mla_require_disjoint(operation, "q_latent", q_latent, "q", q);
+  detail::require_disjoint(operation, "q_latent", q_latent, "q", q);
   if (rows == 0) return;
   detail::mla_with_kv_b<T>(geometry, kv_b, rows, [&](auto a) {
     using W = std::remove_cvref_t<decltype(*a.kv_b)>;
@@ -165,8 +165,8 @@ requires(std::same_as<typename Q::value_type, T>&& std::same_as<typename P::acti
   detail::require_shape(operation, "q_latent", q_latent, rows, geometry.heads, mla_cache_width(geometry));
   detail::require_shape(operation, "o_latent", o_latent, rows, geometry.heads, geometry.kv_lora_rank);
   workspace.check(operation, geometry, rows, kv.capacity());
-  detail::mla_require_disjoint(operation, "o_latent", o_latent, "q_latent", q_latent);
-  detail::mla_require_disjoint(operation, "o_latent", o_latent, "kv.pages", kv.pages);
+  detail::require_disjoint(operation, "o_latent", o_latent, "q_latent", q_latent);
+  detail::require_disjoint(operation, "o_latent", o_latent, "kv.pages", kv.pages);
   const unsigned tiles = workspace.stages() ? detail::mla_group_tiles(geometry.heads) : 0;
   kernel::MlaAttendArguments<T> a;
   a.cache = detail::mla_cache<const T>(kv);
@@ -202,7 +202,7 @@ void mla_expand_values(const gpu& exec, G geometry, const O& o_latent, const Any
   detail::require_shape(operation, "o_latent", o_latent, o_latent.extents[0], geometry.heads, geometry.kv_lora_rank);
   detail::mla_check_kv_b(operation, geometry, kv_b);
   detail::require_shape(operation, "out", out, o_latent.extents[0], mla_v_width(geometry));
-  detail::mla_require_disjoint(operation, "out", out, "o_latent", o_latent);
+  detail::require_disjoint(operation, "out", out, "o_latent", o_latent);
   detail::mla_launch_expand(exec, geometry, o_latent, kv_b, DeviceView<const typename Out::value_type, 2>{}, nullptr,
                             out);
 }
@@ -243,12 +243,12 @@ requires(std::same_as<typename Out::value_type, T>&& std::same_as<typename Q::va
                     geometry.mla_use_output_gate ? "a gate" : "none: mla_use_output_gate is false");
   if (gate.data != nullptr) {
     detail::require_shape(operation, "gate", gate, rows, mla_v_width(geometry));
-    detail::mla_require_disjoint(operation, "out", out, "gate", gate);
+    detail::require_disjoint(operation, "out", out, "gate", gate);
   }
-  detail::mla_require_disjoint(operation, "out", out, "q", q);
-  detail::mla_require_disjoint(operation, "out", out, "kv_a", kv_a);
-  detail::mla_require_disjoint(operation, "out", out, "kv.pages", kv.pages);
-  detail::mla_require_disjoint(operation, "kv.pages", kv.pages, "q", q);
+  detail::require_disjoint(operation, "out", out, "q", q);
+  detail::require_disjoint(operation, "out", out, "kv_a", kv_a);
+  detail::require_disjoint(operation, "out", out, "kv.pages", kv.pages);
+  detail::require_disjoint(operation, "kv.pages", kv.pages, "q", q);
   if (rows == 0) return;
   const auto q_latent = workspace.q_latent(rows);
   const auto o_latent = workspace.o_latent(rows);

@@ -16,7 +16,7 @@ namespace detail {
 template <class T>
 concept mla_device_real = std::same_as<T, float> || std::same_as<T, bf16>;
 
-/// Blocks of one row and split.
+/// Tiles of 8 heads that one block takes.
 inline constexpr unsigned mla_group_tiles(size heads) { return heads <= 16 ? 2 : 6; }
 inline constexpr size mla_groups(size heads) {
   return (heads + mla_group_tiles(heads) * 8 - 1) / (mla_group_tiles(heads) * 8);
@@ -26,18 +26,6 @@ inline constexpr size mla_whole_blocks = 96;
 /// Splits of a row as long as a cache.
 inline size mla_capacity_splits(size capacity) {
   return smaller((capacity + kernel::mla_tile - 1) / kernel::mla_tile, size{kernel::mla_most_splits});
-}
-
-template <class T, size Rank>
-Footprint mla_footprint(const DeviceView<T, Rank>& v) {
-  View<T, Rank> same{v.data, {}, {}};
-  for (size d = 0; d < Rank; ++d) same.extents[d] = v.extents[d], same.strides[d] = v.strides[d];
-  return footprint(same);
-}
-template <class To, class From>
-void mla_require_disjoint(const char* operation, const char* written, const To& to, const char* read,
-                          const From& from) {
-  require_disjoint(operation, written, mla_footprint(to), read, mla_footprint(from));
 }
 
 inline void mla_require_weight(const char* operation, const char* argument, ElementType type) {

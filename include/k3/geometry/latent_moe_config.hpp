@@ -81,6 +81,7 @@ void check(G g, const char* operation) {
                   "between 1 and 2^31 - 1");
   detail::require(g.top_k > 0 && g.top_k <= g.n_routed, operation, "geometry.top_k", g.top_k,
                   "between 1 and the number of experts");
+  detail::require(g.latent > 0 || !g.use_norm, operation, "geometry.use_norm", true, "false without a latent width");
   const size limit = size{1} << 31;
   detail::require(g.hidden < limit && g.latent < limit && g.expert_hidden < limit && g.n_shared < limit, operation,
                   "geometry's widest part", detail::larger(g.hidden, detail::larger(g.latent, g.expert_hidden)),

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <fstream>
 #include <iterator>
 #include <optional>
 #include <set>
@@ -18,6 +17,7 @@
 #include <k3/core/error.hpp>
 #include <k3/core/types.hpp>
 #include <k3/io/bpe.hpp>
+#include <k3/io/mapped_file.hpp>
 
 namespace k3 {
 
@@ -32,20 +32,11 @@ namespace detail {
 
 inline constexpr size reserved_ids = 256;
 
-/// A file as a string. Throws format_error if it cannot be read or is larger than `limit` bytes.
+/// A file as a string. Throws format_error unless it is a regular file that can be read and has at most `limit` bytes.
 inline std::string read_small_file(const std::string& path, std::uint64_t limit) {
-  std::ifstream file(path, std::ios::binary | std::ios::ate);
-  if (!file) throw format_error(path, "", "cannot be opened");
-  const std::streamoff length = file.tellg();
-  if (length < 0) throw format_error(path, "", "cannot be read");
-  if (static_cast<std::uint64_t>(length) > limit) {
-    throw format_error(path, "", "is larger than " + std::to_string(limit) + " bytes", limit);
-  }
-  std::string text(static_cast<size>(length), '\0');
-  file.seekg(0);
-  file.read(text.data(), length);
-  if (!file) throw format_error(path, "", "cannot be read");
-  return text;
+  const MappedFile file(path);
+  if (file.bytes() > limit) throw format_error(path, "", "is larger than " + std::to_string(limit) + " bytes", limit);
+  return std::string(reinterpret_cast<const char*>(file.data()), file.bytes());
 }
 
 /// A number written without sign, spaces or leading zeros.

@@ -35,7 +35,73 @@ struct CacheSnapshot {
   static CacheSnapshot from_bytes(const unsigned char* bytes, size count);
 };
 
+/// A point of a sequence to which its cache can be set back: the KDA states as they were. The MLA latents stay in the cache,
+/// since later tokens only append; so a point serves only the slot and the sequence it was taken from.
+template <precision P>
+struct RollbackPoint {
+  size slot = 0, position = 0, generation = 0;
+  std::vector<LayerSnapshot<P>> kda_layers;
+};
+
 namespace detail {
+
+/// What one layer of a cache keeps of a sequence, in elements: a KDA layer's state and window, or the width of an MLA row and
+/// how much of it is the latent.
+struct LayerShape {
+  MixerKind mixer = MixerKind::Kda;
+  size recurrent = 0, conv = 0, width = 0, latent = 0;
+
+  friend bool operator==(const LayerShape&, const LayerShape&) = default;
+};
+
+inline std::vector<LayerShape> layer_shapes(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla) {
+  std::vector<LayerShape> shapes;
+  for (const K3LayerSpec& layer : graph.layers) {
+    const bool is_kda = layer.mixer == MixerKind::Kda;
+    shapes.push_back(is_kda ? LayerShape{layer.mixer, kda_state_elements(kda), kda_conv_elements(kda), 0, 0}
+                            : LayerShape{layer.mixer, 0, 0, mla_cache_width(mla), mla.kv_lora_rank});
+  }
+  return shapes;
+}
+
+/// Throws invalid_argument unless `layer` is what a layer of this shape keeps of `position` tokens.
+template <precision P>
+void check_layer(const char* operation, size index, const LayerShape& shape, size position, const LayerSnapshot<P>& layer) {
+  const auto fail = [&](const char* part, const std::string& found, const std::string& expected) {
+    throw invalid_argument(operation, "layer " + std::to_string(index) + part, found, expected);
+  };
+  const auto require_count = [&](const char* part, size found, size expected) {
+    if (found != expected) fail(part, std::to_string(found) + " elements", std::to_string(expected));
+  };
+  if (layer.mixer != shape.mixer) fail("", layer.mixer == MixerKind::Kda ? "KDA" : "MLA", "the other kind");
+  require_count(" recurrent", layer.recurrent.size(), shape.recurrent);
+  require_count(" conv", layer.conv.size(), shape.conv);
+  require_count(" latents", layer.latents.size(), position * shape.width);
+}
+
+/// Throws invalid_argument unless `snapshot` fits a cache of these layers and this capacity.
+template <precision P>
+void check_snapshot(const char* operation, const std::vector<LayerShape>& shapes, size capacity,
+                    const CacheSnapshot<P>& snapshot) {
+  require(snapshot.layers.size() == shapes.size(), operation, "the snapshot's layers", snapshot.layers.size(),
+          shapes.size());
+  require(snapshot.position <= capacity, operation, "the snapshot's position", snapshot.position,
+          [&] { return "at most the capacity, " + std::to_string(capacity); });
+  for (size index = 0; index < shapes.size(); ++index)
+    check_layer(operation, index, shapes[index], snapshot.position, snapshot.layers[index]);
+}
+
+/// Throws invalid_argument unless `point` holds what the KDA layers of a cache of these layers keep.
+template <precision P>
+void check_point(const char* operation, const std::vector<LayerShape>& shapes, const RollbackPoint<P>& point) {
+  size kda_layers = 0, next = 0;
+  for (const LayerShape& shape : shapes) kda_layers += shape.mixer == MixerKind::Kda;
+  require(point.kda_layers.size() == kda_layers, operation, "the point's KDA layers", point.kda_layers.size(),
+          kda_layers);
+  for (size index = 0; index < shapes.size(); ++index)
+    if (shapes[index].mixer == MixerKind::Kda)
+      check_layer(operation, index, shapes[index], point.position, point.kda_layers[next++]);
+}
 
 static_assert(std::endian::native == std::endian::little, "cache bytes are written as they lie in memory");
 

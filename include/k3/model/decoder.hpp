@@ -40,6 +40,7 @@ class Decoder {
           const Ablation& ablation = {})
       : exec_(exec), model_(checked(model, geometry, max_rows, max_logit_rows, ablation)), geometry_(geometry),
         ablation_(ablation), max_rows_(max_rows), max_logit_rows_(max_logit_rows),
+        shapes_(detail::layer_shapes(model.graph, model.config.kda, model.config.mla)),
         work_(geometry, model.graph, max_rows, max_logit_rows) {}
 
   const K3CpuModel& model() const { return model_; }
@@ -56,7 +57,7 @@ class Decoder {
   /// an expert source leaves the batch's sequences unusable until reset or restored.
   template <class Observer = NoObserver>
   void forward(HybridCache<P>& cache, const DecoderBatch& batch, Observer&& observe = {}) {
-    detail::check_batch(batch, cache, model_.graph.layers.size(), size{geometry_.vocab}, max_rows_, max_logit_rows_);
+    detail::check_batch(batch, cache, shapes_, size{geometry_.vocab}, max_rows_, max_logit_rows_);
     load_rows(batch);
     try {
       run(cache, observe);
@@ -78,20 +79,26 @@ class Decoder {
   }
   /// A copy of the logits of the wanted row `index`.
   std::vector<Accumulator> logits_row(size index) const {
+    require_index("Decoder::logits_row", index);
     const auto row = logits()[index];
     return {row.data, row.data + row.extent(0)};
   }
   /// What became of the wanted row `index` of the last pass.
-  RowStatus status(size index) const { return work_.logit_status[index]; }
+  RowStatus status(size index) const {
+    require_index("Decoder::status", index);
+    return work_.logit_status[index];
+  }
   /// The most likely token of the wanted row `index`; ties go to the lower id. Throws invalid_argument where the row is not ok.
   id argmax(size index) const {
-    detail::require(index < logit_count_, "Decoder::argmax", "index", index, logit_count_);
     if (status(index) != RowStatus::ok)
       throw invalid_argument("Decoder", "logits of row " + std::to_string(index), text(status(index)), "numbers");
     return work_.argmax[index];
   }
 
  private:
+  void require_index(const char* operation, size index) const {
+    detail::require(index < logit_count_, operation, "index", index, "below the number of wanted rows");
+  }
   template <class T>
   auto rows_of(std::vector<T>& memory, size width) const { return view(memory.data(), rows_, width); }
 
@@ -115,6 +122,7 @@ class Decoder {
   Ablation ablation_;
   size max_rows_, max_logit_rows_;
   size rows_ = 0, logit_count_ = 0, snapshots_ = 0;
+  std::vector<detail::LayerShape> shapes_;
   DecoderWorkspace<P> work_;
 };
 

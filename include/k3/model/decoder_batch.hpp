@@ -20,14 +20,15 @@ namespace detail {
 /// Throws invalid_argument, naming row and argument, for a batch that a decoder of these sizes cannot take into `cache`.
 /// Texts are made only for a failure: this runs before every token.
 template <class Cache>
-void check_batch(const DecoderBatch& batch, const Cache& cache, size layers, size vocab, size max_rows,
-                 size max_logit_rows) {
+void check_batch(const DecoderBatch& batch, const Cache& cache, const std::vector<LayerShape>& shapes, size vocab,
+                 size max_rows, size max_logit_rows) {
   const size rows = batch.tokens.extent(0);
   require(rows > 0 && rows <= max_rows, "Decoder::forward", "tokens", rows, "1 to max_rows rows");
   require_shape("Decoder::forward", "tokens", batch.tokens, rows);
   require_shape("Decoder::forward", "slots", batch.slots, rows);
   require_shape("Decoder::forward", "positions", batch.positions, rows);
-  require(cache.layers() == layers, "Decoder::forward", "the cache's layers", cache.layers(), layers);
+  require(cache.layers() == shapes.size(), "Decoder::forward", "the cache's layers", cache.layers(), shapes.size());
+  require(cache.shapes() == shapes, "Decoder::forward", "the cache", "of another geometry", "one that make_cache made");
   const auto fail = [](const char* argument, size row, auto found, const std::string& expected) {
     throw invalid_argument("Decoder::forward", std::string(argument) + "[" + std::to_string(row) + "]",
                            std::to_string(found), expected);

@@ -15,14 +15,6 @@ namespace k3 {
 template <precision P>
 using LayerCache = std::variant<KdaState<typename P::state, typename P::activation>, MlaKv<typename P::activation>>;
 
-/// A point of a sequence to which its cache can be set back: the KDA states as they were. The MLA latents stay in the cache,
-/// since later tokens only append; so a point serves only the slot and the sequence it was taken from.
-template <precision P>
-struct RollbackPoint {
-  size slot = 0, position = 0, generation = 0;
-  std::vector<LayerSnapshot<P>> kda_layers;
-};
-
 /// The caches of all layers for `slots` sequences of up to `capacity` positions each. Memory, per slot: H*D*D state and
 /// 3*H*D*(kernel-1) window elements a KDA layer, capacity * (kv_lora + rope) elements an MLA layer; nothing grows later.
 /// Copying a HybridCache copies everything. Element types follow the precision.
@@ -35,7 +27,7 @@ class HybridCache {
   /// Throws invalid_argument for sizes of zero or beyond memory's reach.
   HybridCache(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots, size capacity,
               size page_size = 0)
-      : capacity_(capacity), sequences_(slots) {
+      : capacity_(capacity), shapes_(detail::layer_shapes(graph, kda, mla)), sequences_(slots) {
     detail::require(capacity > 0, "HybridCache", "capacity", capacity, "at least 1 position");
     layers_.reserve(graph.layers.size());
     for (const K3LayerSpec& layer : graph.layers) {
@@ -49,6 +41,8 @@ class HybridCache {
   }
 
   size layers() const { return layers_.size(); }
+  /// What the layers keep; a decoder compares it with its model's.
+  const std::vector<detail::LayerShape>& shapes() const { return shapes_; }
   size slots() const { return sequences_.slots(); }
   size capacity() const { return capacity_; }
 
@@ -107,9 +101,9 @@ class HybridCache {
     for (size i = 0; i < from.recurrent.size(); ++i) state.recurrent(slot).data[i] = from.recurrent[i];
     for (size i = 0; i < from.conv.size(); ++i) state.conv(slot).data[i] = from.conv[i];
   }
-  void check_layer(size index, size position, const LayerSnapshot<P>& layer) const;
 
   size capacity_ = 0;
+  std::vector<detail::LayerShape> shapes_;
   std::vector<LayerCache<P>> layers_;
   SequenceTable sequences_;
 };
@@ -135,32 +129,9 @@ CacheSnapshot<P> HybridCache<P>::snapshot(size slot) const {
 }
 
 template <precision P>
-void HybridCache<P>::check_layer(size index, size position, const LayerSnapshot<P>& layer) const {
-  const auto require_count = [&](const char* part, size found, size expected) {
-    if (found != expected)
-      throw invalid_argument("HybridCache::restore", "layer " + std::to_string(index) + " " + part,
-                             std::to_string(found) + " elements", std::to_string(expected));
-  };
-  const Kda* state = kda(index);
-  if ((state != nullptr) != (layer.mixer == MixerKind::Kda))
-    throw invalid_argument("HybridCache::restore", "layer " + std::to_string(index),
-                           layer.mixer == MixerKind::Kda ? "KDA" : "MLA", "the other kind");
-  if (state) {
-    require_count("recurrent", layer.recurrent.size(), kda_state_elements(state->geometry()));
-    require_count("conv", layer.conv.size(), kda_conv_elements(state->geometry()));
-  } else {
-    require_count("latents", layer.latents.size(), position * mla(index)->width());
-  }
-}
-
-template <precision P>
 void HybridCache<P>::restore(size slot, const CacheSnapshot<P>& snapshot) {
   static_cast<void>(sequences_[slot]);  // throws where there is no such slot
-  detail::require(snapshot.layers.size() == layers_.size(), "HybridCache::restore", "the snapshot's layers",
-                  snapshot.layers.size(), layers_.size());
-  detail::require(snapshot.position <= capacity_, "HybridCache::restore", "the snapshot's position", snapshot.position,
-                  "at most the capacity, " + std::to_string(capacity_));
-  for (size index = 0; index < layers_.size(); ++index) check_layer(index, snapshot.position, snapshot.layers[index]);
+  detail::check_snapshot("HybridCache::restore", shapes_, capacity_, snapshot);
   for (size index = 0; index < layers_.size(); ++index) {
     const LayerSnapshot<P>& from = snapshot.layers[index];
     if (Kda* state = kda_mut(index)) {
@@ -186,13 +157,8 @@ RollbackPoint<P> HybridCache<P>::rollback_point(size slot) const {
 template <precision P>
 void HybridCache<P>::rollback(const RollbackPoint<P>& point) {
   sequences_.require_past(point.slot, point.generation, point.position, "HybridCache::rollback");
-  size next = 0, kda_layers = 0;
-  for (const LayerCache<P>& layer : layers_) kda_layers += std::holds_alternative<Kda>(layer);
-  detail::require(point.kda_layers.size() == kda_layers, "HybridCache::rollback", "the point's KDA layers",
-                  point.kda_layers.size(), kda_layers);
-  for (size index = 0; index < layers_.size(); ++index)
-    if (kda(index)) check_layer(index, point.position, point.kda_layers[next++]);
-  next = 0;
+  detail::check_point("HybridCache::rollback", shapes_, point);
+  size next = 0;
   for (LayerCache<P>& layer : layers_)
     if (Kda* state = std::get_if<Kda>(&layer)) put_kda(*state, point.slot, point.kda_layers[next++]);
   sequences_.rewind(point.slot, point.position);

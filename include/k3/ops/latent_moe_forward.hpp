@@ -64,7 +64,6 @@ void require_if(bool wanted, const char* operation, const char* argument, const 
 template <latent_moe_geometry G>
 void require_weights(const char* operation, G g, const LatentMoeWeights& w) {
   const bool latent = g.latent > 0, shared = g.n_shared > 0;
-  require(latent || !g.use_norm, operation, "geometry.use_norm", "true without a latent width", "false");
   require_weight(operation, "gate", w.gate, g.n_routed, g.hidden);
   require_weight(operation, "e_score_correction_bias", w.e_score_correction_bias, g.n_routed);
   require_if(latent, operation, "routed_expert_down_proj", w.routed_expert_down_proj, g.latent, g.hidden);

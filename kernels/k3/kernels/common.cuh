@@ -28,7 +28,7 @@ __device__ __forceinline__ T warp_max(T value) {
   return value;
 }
 
-/// Sum over a block of `Threads` threads, the same bits in every thread. `scratch` holds Threads / 32 + 1 values and may be
+/// Sum over a block of `Threads` threads, the same bits in every thread. `scratch` holds Threads / 32 values and may be
 /// used again after the next barrier.
 template <int Threads, class T>
 __device__ __forceinline__ T block_sum(T value, T* scratch) {

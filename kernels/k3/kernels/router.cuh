@@ -15,7 +15,7 @@ inline constexpr unsigned router_threads = 256, router_warps = router_threads / 
 inline constexpr unsigned router_most_chosen = 32;                    ///< of the tournament
 inline constexpr unsigned router_most_experts = router_threads * 16;  ///< of the tournament
 
-/// Expert weights and the router's bias: float or bf16.
+/// The router's bias: float or bf16.
 struct RouterBias {
   const void* data = nullptr;
   bool is_bf16 = false;

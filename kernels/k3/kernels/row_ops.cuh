@@ -121,10 +121,11 @@ __global__ void __launch_bounds__(Threads) rms_norm(RmsNormArguments<X, W, Out> 
   }
 }
 
-/// One block a row. An id outside the table gives a row of zeros and `bad_id` in the row's status word.
+/// One block a row. A padding row gives zeros, an id outside the table a row of zeros and `bad_id` in the row's status word.
 template <class Entry, class Out>
 struct EmbedArguments {
   const id* ids;
+  const id* slots;     // [rows], or null
   const Entry* table;  // [vocab, count]
   Out* out;
   unsigned* status;  // [rows], or null
@@ -136,9 +137,10 @@ struct EmbedArguments {
 template <int Threads, class Entry, class Out>
 __global__ void __launch_bounds__(Threads) embed_tokens(EmbedArguments<Entry, Out> a) {
   for (size row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const bool padding = a.slots && a.slots[row] == pad_slot;
     const id token = a.ids[row];
-    const bool known = token >= 0 && static_cast<size>(token) < a.vocab;
-    if (!known && threadIdx.x == 0 && a.status) a.status[row] = a.bad_id;
+    const bool known = !padding && token >= 0 && static_cast<size>(token) < a.vocab;
+    if (!known && !padding && threadIdx.x == 0 && a.status) a.status[row] = a.bad_id;
     const Entry* const entry = a.table + (known ? static_cast<size>(token) : 0) * a.count;
     for (unsigned at = threadIdx.x * 8; at < a.count; at += Threads * 8) {
       Eight<Out> result = {};

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The command line of greedy_decode: exit status, what goes where, and the form of its JSON. Called with the source root;
+# K3_EXAMPLES is the folder of the built programs.
+set -uo pipefail
+if [ ! -x "${K3_EXAMPLES-}/greedy_decode" ]; then
+  echo "greedy_decode is not built"
+  exit 77
+fi
+program=$K3_EXAMPLES/greedy_decode
+model=$1/examples/data/austen
+fixture=$1/tests/data/k3-tiny-5l
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+failures=0 checks=0
+
+# expect STATUS WORDS ARGUMENT...: the program ends with STATUS within a minute, and standard error has WORDS.
+expect() {
+  local status=$1 words=$2 got
+  shift 2
+  timeout 60 "$program" "$@" >"$scratch/out" 2>"$scratch/err"
+  got=$?
+  checks=$((checks + 1))
+  if [ "$got" != "$status" ] || ! grep -qF -- "$words" "$scratch/err"; then
+    echo "greedy_decode $*: exit $got, expected $status with \"$words\"; it said: $(tail -n 1 "$scratch/err")"
+    failures=$((failures + 1))
+  fi
+}
+# same WHAT GOT WANT
+same() {
+  checks=$((checks + 1))
+  if [ "$2" != "$3" ]; then
+    echo "$1: got $2, expected $3"
+    failures=$((failures + 1))
+  fi
+}
+
+expect 2 'either --prompt or --ids' "$model" --max-new 1
+expect 2 'either --prompt or --ids' "$model" --max-new 1 --prompt a --ids 1
+expect 2 '--logits needs --json' "$model" --max-new 1 --ids 1 --logits
+expect 2 '--frob' "$model" --max-new 1 --ids 1 --frob
+expect 2 '--max-new' "$model" --ids 1
+expect 2 '--max-new: ""' "$model" --ids 1 --max-new ''
+expect 2 '--ids: ""' "$model" --ids '' --max-new 1
+for count in -1 -18446744073709551614 ' 2' +2 0x10 1.5 99999999999999999999 many; do
+  expect 2 "--max-new: \"$count\"" "$model" --ids 1 "--max-new=$count"
+done
+for ids in '1,' '1, 2' +1 -1 1,,2 99999999999; do expect 2 '--ids' "$model" "--ids=$ids" --max-new 1; done
+expect 2 '--eos: 99999' "$model" --ids 1 --max-new 1 --eos 99999
+expect 2 'max_position_embeddings' "$model" --ids 1 --max-new 4096
+expect 2 'has no tokenizer' "$fixture" --prompt a --max-new 1
+expect 2 'the prompt is empty' "$model" --prompt '' --max-new 1
+expect 1 'prompt[0] is 2048' "$model" --ids 2048 --max-new 1
+expect 1 'is not a folder' /nonexistent --prompt a --max-new 1
+expect 1 'is not a folder' /etc/passwd --ids 1 --max-new 1
+cp -r "$model" "$scratch/fifo" && rm "$scratch/fifo/tiktoken.model" && mkfifo "$scratch/fifo/tiktoken.model"
+expect 1 'is not a regular file' "$scratch/fifo" --prompt a --max-new 1
+
+"$program" "$model" --ids 5,17 --max-new 1000 --eos none >/dev/full 2>"$scratch/err"
+same 'exit status with a full output' "$?" 1
+same 'what a full output gives' "$(grep -c 'standard output cannot be written' "$scratch/err")" 1
+"$program" --help >/dev/full 2>/dev/null
+same 'exit status of --help with a full output' "$?" 1
+same 'ids of a model without tokenizer' "$("$program" "$fixture" --ids 1,2 --max-new 010 --eos none 2>/dev/null | wc -w)" 10
+same 'tokens of --max-new 0' "$("$program" "$model" --ids 5 --max-new 0 --json 2>/dev/null)" '{"prompt":[5],"tokens":[],"stop":"max_new"}'
+
+"$program" "$model" --ids 5,17 --max-new 3 --json --logits 2>/dev/null >"$scratch/json"
+python3 - "$scratch/json" <<'END' || failures=$((failures + 1))
+import json, sys
+text = open(sys.argv[1]).read()
+got = json.loads(text)
+assert list(got) == ["prompt", "tokens", "stop", "logits"], list(got)
+assert text.count("\n") == 1 and got["prompt"] == [5, 17] and got["stop"] == "max_new"
+assert len(got["tokens"]) == len(got["logits"]) == 3
+for token, row in zip(got["tokens"], got["logits"]):
+    assert len(row) == 2048 and max(range(2048), key=row.__getitem__) == token
+first = text[text.index("[[") + 2:text.index(",", text.index("[["))]
+assert 8 <= sum(c.isdigit() for c in first.split("e")[0].lstrip("-0.")) <= 9, first
+END
+first=$("$program" "$model" --ids 5,17 --max-new 3 --json 2>/dev/null | sed 's/.*"tokens":\[\([0-9]*\),.*/\1/')
+same 'a run that meets its end token' "$("$program" "$model" --ids 5,17 --max-new 3 --json --eos "7,$first" 2>/dev/null)" \
+  "{\"prompt\":[5,17],\"tokens\":[$first],\"stop\":\"eos\"}"
+
+echo "$checks checks, $failures failed"
+[ "$failures" = 0 ]
