@@ -3,15 +3,14 @@
 // each of 1, 8, 32 and 128 tokens, from replays of a graph whose launches each have their own routing, so that nothing
 // is found in the L2. Bytes: the weights of the distinct experts of a launch, once. And the choice of experts alone.
 
-#include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <random>
 #include <set>
 #include <string>
 #include <vector>
 
 #include <k3/cuda/mix_routed_experts.cuh>
+#include <k3/cuda/repack_experts.cuh>
 #include <k3/cuda/sigmoid_topk.cuh>
 
 #include "cuda_harness.cuh"
@@ -82,64 +81,78 @@ std::vector<id> random_ids(size rows, double& hit) {
   return ids;
 }
 
-void run() {
+struct Memory {
+  DeviceBuffer<unsigned char> experts_memory{experts * expert_bytes, false};
+  DeviceBuffer<bf16> latent{launches * most_rows * width}, out{launches * most_rows * width};
+  DeviceBuffer<float> weights{launches * most_rows * top_k}, logits{launches * most_rows * experts}, bias{experts};
+
+  Memory() {
+    fill_experts<<<4096, 256>>>(experts_memory.data(), experts_memory.count());
+    fill<<<1024, 256>>>(latent.data(), latent.count());
+    fill<<<1024, 256>>>(weights.data(), weights.count());
+    fill<<<1024, 256>>>(logits.data(), logits.count());
+    detail::check_launch("fill");
+    check_cuda(cudaDeviceSynchronize());
+  }
+};
+
+/// Repacks the experts, and says how fast that is.
+void repack(const gpu& exec, ExpertTable& table) {
+  cudaEvent_t start, stop;
+  check_cuda(cudaEventCreate(&start));
+  check_cuda(cudaEventCreate(&stop));
+  check_cuda(cudaEventRecord(start, exec.stream));
+  repack_experts(exec, table);
+  check_cuda(cudaEventRecord(stop, exec.stream));
+  check_cuda(cudaStreamSynchronize(exec.stream));
+  float milliseconds = 0;
+  check_cuda(cudaEventElapsedTime(&milliseconds, start, stop));
+  std::printf("repacking %zu experts: %.2f ms, %.0f GB/s read and written\n", experts, milliseconds,
+              2e-6 * static_cast<double>(experts * expert_bytes) / milliseconds);
+  check_cuda(cudaEventDestroy(start));
+  check_cuda(cudaEventDestroy(stop));
+}
+
+void run(int argc, char** argv) {
+  Report report(argc, argv);
   cudaStream_t stream;
   check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const gpu exec{stream};
-  const DeviceBuffer<unsigned char> memory(experts * expert_bytes, false);
-  fill_experts<<<4096, 256>>>(memory.data(), memory.count());
-  DeviceBuffer<bf16> latent(launches * most_rows * width), out(launches * most_rows * width);
-  DeviceBuffer<float> weights(launches * most_rows * top_k), logits(launches * most_rows * experts), bias(experts);
-  fill<<<1024, 256>>>(latent.data(), latent.count());
-  fill<<<1024, 256>>>(weights.data(), weights.count());
-  fill<<<1024, 256>>>(logits.data(), logits.count());
-  detail::check_launch("fill");
-  const ExpertTable table = make_table(memory.data());
+  const Memory m;
+  ExpertTable table = make_table(m.experts_memory.data());
   MoeDeviceWorkspace<Bf16> workspace(geometry, most_rows);
-  DeviceBuffer<unsigned> sink(1);
-  check_cuda(cudaDeviceSynchronize());
-
-  const size ceiling_bytes = size{2} << 30;
-  const Timing read = measure(stream, 1, 20, [&] {
-    read_all<<<4096, 256, 0, stream>>>(reinterpret_cast<const uint4*>(memory.data()), ceiling_bytes / 16, sink.data());
-  });
-  const double ceiling = static_cast<double>(ceiling_bytes) / read.median_us * 1e-3;
-  std::printf("read ceiling %.0f GB/s\n%-16s %5s %8s %10s %10s %10s %8s %6s\n", ceiling, "operation", "batch",
-              "experts", "us", "p10", "p90", "GB/s", "%");
-  for (const size rows : {size{1}, size{8}, size{32}, size{128}}) {
-    double hit = 0;
-    const std::vector<id> host_ids = random_ids(rows, hit);
-    const DeviceBuffer<id> ids(host_ids);
-    const Timing t = measure(stream, launches, 20, [&] {
+  const auto time_experts = [&](const char* name) {
+    for (const size rows : report.batches()) {
+      double hit = 0;
+      const DeviceBuffer<id> ids(random_ids(rows, hit));
+      const Timing t = measure(stream, launches, report.replays(20), [&] {
+        for (size l = 0; l < launches; ++l)
+          mix_routed_experts(exec, geometry, device_view(m.latent.data() + l * rows * width, rows, width),
+                             device_view(ids.data() + l * rows * top_k, rows, top_k),
+                             device_view(m.weights.data() + l * rows * top_k, rows, top_k), table, workspace,
+                             device_view(m.out.data() + l * rows * width, rows, width));
+      });
+      report.add(name, rows, 0, t, hit * static_cast<double>(expert_bytes));
+    }
+  };
+  time_experts("moe_experts_released");
+  repack(exec, table);
+  time_experts("moe_experts");
+  for (const size rows : report.batches()) {
+    const DeviceBuffer<id> chosen(rows * top_k);
+    const Timing t = measure(stream, launches, report.replays(20), [&] {
       for (size l = 0; l < launches; ++l)
-        mix_routed_experts(exec, geometry, device_view(latent.data() + l * rows * width, rows, width),
-                           device_view(ids.data() + l * rows * top_k, rows, top_k),
-                           device_view(weights.data() + l * rows * top_k, rows, top_k), table, workspace,
-                           device_view(out.data() + l * rows * width, rows, width));
+        sigmoid_topk(exec, device_view(m.logits.data() + l * rows * experts, rows, experts),
+                     device_view(m.bias.data(), experts), top_k, true, 1.0f, device_view(chosen.data(), rows, top_k),
+                     device_view(m.weights.data(), rows, top_k));
     });
-    const double rate = hit * static_cast<double>(expert_bytes) / t.median_us * 1e-3;
-    std::printf("%-16s %5zu %8.1f %10.2f %10.2f %10.2f %8.0f %6.1f\n", "experts", rows, hit, t.median_us, t.low_us,
-                t.high_us, rate, 100 * rate / ceiling);
-    DeviceBuffer<id> chosen(rows * top_k);
-    const Timing r = measure(stream, launches, 20, [&] {
-      for (size l = 0; l < launches; ++l)
-        sigmoid_topk(exec, device_view(logits.data() + l * rows * experts, rows, experts),
-                     device_view(bias.data(), experts), top_k, true, 1.0f, device_view(chosen.data(), rows, top_k),
-                     device_view(weights.data(), rows, top_k));
-    });
-    std::printf("%-16s %5zu %8s %10.2f %10.2f %10.2f\n", "router top-k", rows, "", r.median_us, r.low_us, r.high_us);
+    report.add("router_topk", rows, 0, t, static_cast<double>(rows * experts * sizeof(float)));
   }
   check_cuda(cudaStreamDestroy(stream));
 }
 
 }  // namespace
 
-int main() {
-  try {
-    run();
-  } catch (const k3::error& failure) {
-    std::fprintf(stderr, "%s\n", failure.what());
-    return 1;
-  }
-  return 0;
+int main(int argc, char** argv) {
+  return run_main([&] { run(argc, argv); });
 }

@@ -7,6 +7,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
+#include <fstream>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -17,7 +20,7 @@
 #endif
 
 // Timing of host operations: median and spread over repetitions, buffers that rotate through more memory than the
-// caches hold, a read ceiling measured in the same run, and a table or one JSON object on standard output.
+// caches hold, a read ceiling measured in the same run, and results printed and merged into one JSON file.
 namespace k3::bench {
 
 struct Timing {
@@ -132,52 +135,115 @@ struct Result {
 
 inline const char* isa_name(Isa isa) { return isa == Isa::avx512 ? "avx512" : isa == Isa::avx2 ? "avx2" : "plain"; }
 
-/// Prints results as they come, as a table, or all together as one JSON object where argv has --json.
+/// The processor's name as Linux tells it.
+inline std::string cpu_name() {
+  std::ifstream in("/proc/cpuinfo");
+  for (std::string line; std::getline(in, line);)
+    if (line.rfind("model name", 0) == 0 && line.find(": ") != std::string::npos)
+      return line.substr(line.find(": ") + 2);
+  return "unknown";
+}
+
+/// Takes a program's options, `--quick` for shorter measurements and `--json FILE`, prints results as they come and,
+/// with the latter, merges them at the end into a file of one row a line: operations that this run did not measure
+/// stay.
 class Report {
  public:
   Report(int argc, char** argv) {
-    for (int i = 1; i < argc; ++i) json_ = json_ || std::strcmp(argv[i], "--json") == 0;
-    if (!json_)
-      std::printf("%-22s %-20s %-7s %3s %11s %21s %8s %8s %7s\n", "operation", "shape", "isa", "thr", "us (median)",
-                  "10 %..90 %", "GB/s", "Gw/s", "% read");
+    for (int i = 1; i < argc; ++i) {
+      if (std::strcmp(argv[i], "--quick") == 0) {
+        quick_ = true;
+      } else if (std::strcmp(argv[i], "--json") == 0 && i + 1 < argc) {
+        file_ = argv[++i];
+      } else {
+        std::fprintf(stderr, "usage: %s [--quick] [--json FILE]\n", argv[0]);
+        std::exit(2);
+      }
+    }
+    std::printf("%-22s %-20s %-7s %3s %11s %21s %8s %8s %7s\n", "operation", "shape", "isa", "thr", "us (median)",
+                "10 %..90 %", "GB/s", "Gw/s", "% read");
+  }
+  Report(const Report&) = delete;
+  Report& operator=(const Report&) = delete;
+  ~Report() {
+    if (!file_.empty()) merge();
+  }
+
+  bool quick() const { return quick_; }
+  double seconds(double full) const { return quick_ ? full / 8 : full; }
+  /// 1, 2, 4... and all of them.
+  static std::vector<int> thread_counts() {
+    const int most = detail::thread_count(host{});
+    std::vector<int> counts;
+    for (int threads = 1; threads < most; threads *= 2) counts.push_back(threads);
+    counts.push_back(most);
+    return counts;
+  }
+  /// The vector versions worth timing: all of one thread and of all threads, in between the best.
+  static std::vector<Isa> isas(int threads, Isa least) {
+    const bool all = threads == 1 || threads == detail::thread_count(host{});
+    std::vector<Isa> result;
+    for (const Isa isa : {Isa::avx512, Isa::avx2, Isa::plain})
+      if (isa <= best_isa() && isa >= least && (all || result.empty())) result.push_back(isa);
+    return result;
   }
 
   void ceiling(int threads, double bytes_per_second) {
     ceilings_.emplace_back(threads, bytes_per_second);
-    if (!json_)
-      std::printf("read ceiling, %d thread%s: %.1f GB/s\n", threads, threads == 1 ? "" : "s", bytes_per_second * 1e-9);
+    std::printf("read ceiling, %d thread%s: %.1f GB/s\n", threads, threads == 1 ? "" : "s", bytes_per_second * 1e-9);
   }
 
   void add(const Result& r) {
     results_.push_back(r);
-    if (json_) return;
     std::printf("%-22s %-20s %-7s %3d %11.1f %10.1f..%9.1f %8.2f %8.2f %6.1f%%\n", r.operation.c_str(), r.shape.c_str(),
                 r.isa.c_str(), r.threads, r.time.median_us, r.time.low_us, r.time.high_us, r.gigabytes(),
                 r.gigaweights(), r.percent());
     std::fflush(stdout);
   }
 
-  ~Report() {
-    if (!json_) return;
-    std::printf("{\"read_ceiling\": [");
-    for (std::size_t i = 0; i < ceilings_.size(); ++i)
-      std::printf("%s{\"threads\": %d, \"gb_per_s\": %.3f}", i ? ", " : "", ceilings_[i].first,
-                  ceilings_[i].second * 1e-9);
-    std::printf("], \"results\": [");
-    for (std::size_t i = 0; i < results_.size(); ++i) {
-      const Result& r = results_[i];
-      std::printf(
-          "%s\n{\"operation\": \"%s\", \"shape\": \"%s\", \"isa\": \"%s\", \"threads\": %d, \"median_us\": %.3f, "
-          "\"p10_us\": %.3f, \"p90_us\": %.3f, \"repetitions\": %d, \"gb_per_s\": %.3f, \"gweights_per_s\": %.3f, "
-          "\"percent_of_read\": %.2f}",
-          i ? "," : "", r.operation.c_str(), r.shape.c_str(), r.isa.c_str(), r.threads, r.time.median_us, r.time.low_us,
-          r.time.high_us, r.time.repetitions, r.gigabytes(), r.gigaweights(), r.percent());
+ private:
+  void merge() const {
+    std::set<std::string> measured;
+    for (const Result& r : results_) measured.insert(r.operation);
+    std::vector<std::string> lines;
+    std::ifstream in(file_);
+    for (std::string line; std::getline(in, line);) {
+      char operation[64] = "";
+      if (std::sscanf(line.c_str(), "{\"operation\": \"%63[^\"]\"", operation) != 1 || measured.count(operation))
+        continue;
+      if (line.back() == ',') line.pop_back();
+      lines.push_back(line);
     }
-    std::printf("]}\n");
+    in.close();
+    for (const Result& r : results_) {
+      char line[512];
+      std::snprintf(line, sizeof line,
+                    "{\"operation\": \"%s\", \"shape\": \"%s\", \"isa\": \"%s\", \"threads\": %d, \"us\": %.3f, "
+                    "\"us_spread\": %.3f, \"GBps\": %.3f, \"gweights\": %.3f, \"percent\": %.2f}",
+                    r.operation.c_str(), r.shape.c_str(), r.isa.c_str(), r.threads, r.time.median_us,
+                    r.time.high_us - r.time.low_us, r.gigabytes(), r.gigaweights(), r.percent());
+      lines.push_back(line);
+    }
+    char date[32];
+    const std::time_t now = std::time(nullptr);
+    std::strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
+    std::FILE* out = std::fopen(file_.c_str(), "w");
+    if (!out) {
+      std::fprintf(stderr, "cannot write %s\n", file_.c_str());
+      return;
+    }
+    std::fprintf(out, "{\"cpu\": \"%s\", \"date\": \"%s\", \"read_ceilings\": [", cpu_name().c_str(), date);
+    for (std::size_t i = 0; i < ceilings_.size(); ++i)
+      std::fprintf(out, "%s{\"threads\": %d, \"GBps\": %.3f}", i ? ", " : "", ceilings_[i].first,
+                   ceilings_[i].second * 1e-9);
+    std::fprintf(out, "], \"rows\": [");
+    for (std::size_t i = 0; i < lines.size(); ++i) std::fprintf(out, "%s\n%s", i ? "," : "", lines[i].c_str());
+    std::fprintf(out, "\n]}\n");
+    std::fclose(out);
   }
 
- private:
-  bool json_ = false;
+  bool quick_ = false;
+  std::string file_;
   std::vector<std::pair<int, double>> ceilings_;
   std::vector<Result> results_;
 };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // KDA on the host at the released model's geometry: the step (convolution, normalisation, recurrence), its gate and its
-// gated norm. GB/s counts the state, once read and once written; the states of 16 slots (100 MB) are taken in turn.
+// gated norm. GB/s counts the state, once read and once written; the states of 64 slots (400 MB) are taken in turn.
 
 #include <k3/geometry/presets.hpp>
 #include <k3/ops/gated_rms_norm.hpp>
@@ -14,7 +14,7 @@ namespace {
 using namespace k3;
 
 constexpr kimi_k3::Kda geometry;
-constexpr size slots = 16, width = kda_width(geometry), channels = kda_conv_channels(geometry);
+constexpr size slots = 64, width = kda_width(geometry), channels = kda_conv_channels(geometry);
 
 struct Setting {
   host exec;
@@ -59,7 +59,7 @@ void run(bench::Report& report, const char* type, const Setting& s) {
   std::vector<T> normed(4 * width);
   const auto conv = kda_conv_weights(geometry, view(in.conv, channels, 4));
   const auto add = [&](const std::string& name, size rows, double bytes, auto&& body) {
-    const bench::Timing time = bench::measure(0.5, 400, body);
+    const bench::Timing time = bench::measure(report.seconds(0.5), 400, body);
     report.add({name + " " + type, "96x128 B=" + std::to_string(rows), bench::isa_name(s.exec.isa), s.exec.threads,
                 time, bytes, 0, s.ceiling});
   };
@@ -87,18 +87,16 @@ void run(bench::Report& report, const char* type, const Setting& s) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  k3::bench::Report report(argc, argv);
+  using k3::bench::Report;
+  Report report(argc, argv);
   const k3::bench::RotatingPool pool(k3::size{512} << 20);
-  const int most = k3::detail::thread_count(k3::host{});
-  for (int threads = 1;; threads = most) {
+  for (const int threads : Report::thread_counts()) {
     const double ceiling = k3::bench::read_ceiling(pool, threads);
     report.ceiling(threads, ceiling);
-    for (const k3::Isa isa : {k3::Isa::avx512, k3::Isa::avx2, k3::Isa::plain}) {
-      if (isa > k3::best_isa()) continue;
+    for (const k3::Isa isa : Report::isas(threads, k3::Isa::plain)) {
       const Setting setting{{.threads = threads, .isa = isa}, ceiling};
       run<float>(report, "fp32", setting);
       run<bf16>(report, "bf16", setting);
     }
-    if (threads == most) break;
   }
 }

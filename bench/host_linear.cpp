@@ -25,11 +25,12 @@ struct Setting {
 };
 
 template <class MakeWeight>
-bench::Result time_linear(const char* name, const Setting& setting, Shape s, size batch, double bytes,
-                          MakeWeight make) {
+bench::Result time_linear(const bench::Report& report, const char* name, const Setting& setting, Shape s, size batch,
+                          double bytes, MakeWeight make) {
   std::vector<bf16> x(batch * s.columns, bf16(0.5f)), out(batch * s.rows);
-  const auto time = bench::measure(
-      0.4, 200, [&](int) { linear(setting.exec, view(x, batch, s.columns), make(), view(out, batch, s.rows)); });
+  const auto time = bench::measure(report.seconds(0.4), 200, [&](int) {
+    linear(setting.exec, view(x, batch, s.columns), make(), view(out, batch, s.rows));
+  });
   return {name,
           shape_name(s, batch),
           bench::isa_name(setting.exec.isa),
@@ -42,9 +43,9 @@ bench::Result time_linear(const char* name, const Setting& setting, Shape s, siz
 
 void run_shape(bench::Report& report, bench::RotatingPool& pool, const Setting& setting, Shape s, size batch) {
   const size weights = s.rows * s.columns;
-  report.add(time_linear("linear bf16", setting, s, batch, static_cast<double>(weights * 2),
+  report.add(time_linear(report, "linear bf16", setting, s, batch, static_cast<double>(weights * 2),
                          [&] { return view(pool.next<bf16>(weights * 2), s.rows, s.columns); }));
-  report.add(time_linear("linear mxfp4", setting, s, batch, static_cast<double>(weights / 32 * 17), [&] {
+  report.add(time_linear(report, "linear mxfp4", setting, s, batch, static_cast<double>(weights / 32 * 17), [&] {
     const std::uint8_t* packed = pool.next<std::uint8_t>(weights / 2);
     const std::uint8_t* scale = pool.next<std::uint8_t>(weights / 32);  // bytes 0..127 and 191
     return Mxfp4Matrix<>{view(packed, s.rows, s.columns / 2), view(scale, s.rows, s.columns / 32)};
@@ -55,7 +56,7 @@ void run_shape(bench::Report& report, bench::RotatingPool& pool, const Setting& 
 void run_absorb(bench::Report& report, bench::RotatingPool& pool, const Setting& setting, size batch) {
   constexpr size heads = 96, rows = 128, columns = 512;
   std::vector<bf16> x(batch * heads * rows, bf16(0.5f)), out(batch * heads * columns);
-  const auto time = bench::measure(0.4, 200, [&](int) {
+  const auto time = bench::measure(report.seconds(0.4), 200, [&](int) {
     const bf16* weight = pool.next<bf16>(heads * rows * columns * 2);
     for (size h = 0; h < heads; ++h)
       linear_transposed(setting.exec, View<bf16, 2>{x.data() + h * rows, {batch, rows}, {heads * rows, 1}},
@@ -73,18 +74,15 @@ void run_absorb(bench::Report& report, bench::RotatingPool& pool, const Setting&
 int main(int argc, char** argv) {
   bench::Report report(argc, argv);
   bench::RotatingPool pool(size{512} << 20);
-  const int most = detail::thread_count(host{});
-  for (int threads = 1;; threads = most) {
+  for (const int threads : bench::Report::thread_counts()) {
     const double ceiling = bench::read_ceiling(pool, threads);
     report.ceiling(threads, ceiling);
-    for (const Isa isa : {Isa::avx512, Isa::avx2}) {
-      if (isa > best_isa()) continue;
+    for (const Isa isa : bench::Report::isas(threads, Isa::avx2)) {
       const Setting setting{host{.threads = threads, .isa = isa}, ceiling};
       for (const size batch : sizes{1, 4, 16}) {
         for (const Shape s : {Shape{7168, 7168}, Shape{3072, 3584}}) run_shape(report, pool, setting, s, batch);
         run_absorb(report, pool, setting, batch);
       }
     }
-    if (threads == most) break;
   }
 }

@@ -38,8 +38,8 @@ std::vector<float> run(G g, int tokens) {
                  k3::view(log_decay, 1, width));
     k3::kda_decode_token(k3::host{}, g, k3::view(token.qkv, 1, channels),
                          k3::kda_conv_weights(g, k3::view(taps, channels, g.conv_kernel)),
-                         k3::view(log_decay, 1, width), k3::view(token.beta, 1, g.heads), k3::view(slots),
-                         state.view(), k3::view(out, 1, width));
+                         k3::view(log_decay, 1, width), k3::view(token.beta, 1, g.heads), k3::view(slots), state.view(),
+                         k3::view(out, 1, width));
   }
   return out;
 }
@@ -63,7 +63,7 @@ double first_output(G g) {
 }  // namespace
 
 int main() {
-  constexpr k3::tiny::Kda fixed;                                   // 2 heads of 4, an empty type
+  constexpr k3::tiny::Kda fixed;                                    // 2 heads of 4, an empty type
   const k3::KdaConfig read{2, 4, 4, fixed.gate_lower_bound, true};  // the same numbers in memory
   const std::vector<float> a = run(fixed, 3), b = run(read, 3);
   for (std::size_t i = 0; i < a.size(); ++i) std::printf("%s%.4f", i ? " " : "out: ", static_cast<double>(a[i]));

@@ -66,7 +66,8 @@ k3_missing_headers_by_package() {  # [catch2]
   done
 }
 
-# k3_require yes|no [catch2]: names what is missing and, with yes, installs exactly that; ends the script where it cannot.
+# k3_require yes|no [catch2]: names what is missing and, with yes, installs exactly that; ends the script where it
+# cannot.
 k3_require() {
   local install=$1 as_root=()
   shift
@@ -89,7 +90,8 @@ k3_require() {
     as_root=(sudo)
   fi
   echo "installing them with apt"
-  ${as_root[@]+"${as_root[@]}"} apt-get -qq update </dev/null || echo "apt-get update failed; trying the lists as they are" >&2
+  ${as_root[@]+"${as_root[@]}"} apt-get -qq update </dev/null ||
+    echo "apt-get update failed; trying the lists as they are" >&2
   ${as_root[@]+"${as_root[@]}"} env DEBIAN_FRONTEND=noninteractive \
     apt-get install -y -qq --no-install-recommends "${k3_missing[@]}" </dev/null || {
     echo "apt-get could not install: ${k3_missing[*]}" >&2
@@ -103,8 +105,8 @@ k3_require() {
   fi
 }
 
-# k3_configure ROOT BUILD [OPTION...]: a configured BUILD. One that is there is used again with the options added; one that
-# cannot be (moved, half made, of another Meson) is made anew.
+# k3_configure ROOT BUILD [OPTION...]: a configured BUILD. One that is there is used again with the options added; one
+# that cannot be (moved, half made, of another Meson) is made anew.
 k3_configure() {
   local root=$1 build=$2
   shift 2

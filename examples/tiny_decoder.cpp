@@ -1,31 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A whole decoder small enough for a unit test, its sizes known to the compiler: every part of the released graph,
-// made-up weights, greedy decoding. The run-time geometry must give the same bits.
+// A whole decoder on the host: greedy decoding, the sizes known to the compiler or read at run time with the same bits.
+// tiny_decoder.cu is the same on a GPU.
 #include <cstdio>
 
-#include <k3/geometry/presets.hpp>
 #include <k3/model/greedy_decode.hpp>
-#include <k3/model/synthetic.hpp>
+
+#include "tiny_model.hpp"
 
 namespace {
-
-using Geometry = k3::tiny::Decoder;
-
-/// Four layers: K K K M, the first one dense, the others with experts; a snapshot of the stream every two layers.
-k3::K3Config make_config() {
-  k3::K3Config config;
-  config.hidden_size = Geometry::hidden;
-  config.vocab_size = Geometry::vocab;
-  config.intermediate_size = Geometry::dense_intermediate;
-  config.attn_res_block_size = Geometry::attn_res_block_size;
-  config.first_k_dense_replace = 1;
-  config.max_position_embeddings = 64;
-  config.mixers = {k3::MixerKind::Kda, k3::MixerKind::Kda, k3::MixerKind::Kda, k3::MixerKind::Mla};
-  config.kda = k3::kda_config(Geometry::kda);
-  config.mla = k3::mla_config(Geometry::mla);
-  config.moe = k3::latent_moe_config(Geometry::moe);
-  return config;
-}
 
 // example-begin tiny_decoder
 template <k3::precision P, class G, class Exec>
@@ -41,7 +23,7 @@ auto decode(const Exec& exec, const k3::K3CpuModel& model, G geometry) {
 
 int main() {
   const k3::host exec{};
-  const k3::K3CpuModel model = k3::synthetic_model(make_config(), 2.0f);
+  const k3::K3CpuModel model = make_model();
   const auto fixed = decode<k3::Fp32>(exec, model, Geometry{});
   const auto read = decode<k3::Fp32>(exec, model, k3::decoder_geometry_from(model.config));
   const auto exact = decode<k3::Fp64>(exec, model, Geometry{});

@@ -6,28 +6,35 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 usage() {
   cat <<'END'
-usage: tests/gpu.sh [--digest | --build | --quick] [--arch 90a] [--build-dir DIR] [NAME]...
+usage: tests/gpu.sh [--digest | --build | --run] [--quick] [--arch 90a] [--build-dir DIR] [NAME]...
 
-Builds tests/cuda, runs every program, then each again at small shapes under compute-sanitizer's four tools, writes
-tests/gpu-last-run.json, and closes with the line `N passed, N failed`. NAME: only this program (kda, linear, ...).
+Builds tests/cuda and the examples for CUDA, runs every program, then the tests again at small shapes under
+compute-sanitizer's four tools (and `released`, at the released sizes, under memcheck), writes tests/gpu-last-run.json,
+and closes with the line `N passed, N failed`. NAME: only this test program (kda, linear, ...).
 
   --digest   print the digest of the sources that a run is valid for, and nothing else
   --build    build and link the programs, run none; counts the programs
+  --run      run what --build has left in DIR, possibly on another machine; refused where the sources have changed since
   --quick    no sanitizers, no record
 END
 }
 
+# All files that a run's results depend on.
 digest() {
-  find include kernels tests/cuda tests/support tests/data examples/data tests/gpu.sh -type f ! -name '*.md' ! -name '*.pyc' -print0 |
-    LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d' ' -f1
+  {
+    find include kernels tests/cuda tests/support tests/data examples/data tests/gpu.sh -type f \
+      ! -name '*.md' ! -name '*.pyc' -print0
+    find tests bench examples -type f \( -name '*.cu' -o -name '*.cuh' \) ! -path 'tests/cuda/*' -print0
+  } | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d' ' -f1
 }
 
-run=yes quick=no arch=90a build=build-gpu
-names=()
+run=yes compile=yes quick=no arch=90a build=build-gpu
+names=() examples=()
 while [ $# -gt 0 ]; do
   case $1 in
     --digest) digest; exit 0 ;;
     --build) run=no ;;
+    --run) compile=no ;;
     --quick) quick=yes ;;
     --arch) arch=$2; shift ;;
     --build-dir) build=$2; shift ;;
@@ -38,6 +45,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 if [ ${#names[@]} = 0 ]; then
+  examples=(rms_norm tiny_decoder)
   for file in tests/cuda/test_*.cpp; do
     name=${file##*/test_}
     names+=("${name%.cpp}")
@@ -46,6 +54,7 @@ fi
 
 mkdir -p "$build"
 flags=(-std=c++20 -O2 -Iinclude -Ikernels -Itests)
+device_flags=("-gencode=arch=compute_$arch,code=sm_$arch" -diag-suppress 1675 -Xcompiler -fopenmp)
 if echo '#include <catch2/catch_all.hpp>' | g++ -std=c++20 -x c++ -fsyntax-only - 2>/dev/null; then
   catch=(-lCatch2Main -lCatch2)
 else
@@ -53,16 +62,39 @@ else
   catch=("$build/catch_main.o")
 fi
 
-# One program: its device half by nvcc, its cases by g++.
-build_one() {
-  local name=$1
-  nvcc "${flags[@]}" "-gencode=arch=compute_$arch,code=sm_$arch" -diag-suppress 1675 -Xcompiler -fopenmp \
-    -c "tests/cuda/${name}_device.cu" -o "$build/${name}_device.o" >"$build/$name.log" 2>&1 &
-  local device=$!
-  g++ "${flags[@]}" -fopenmp -c "tests/cuda/test_$name.cpp" -o "$build/test_$name.o" >"$build/$name.host.log" 2>&1
-  local host=$?
-  wait "$device" && [ "$host" = 0 ] &&
-    nvcc "$build/test_$name.o" "$build/${name}_device.o" "${catch[@]}" -lgomp -o "$build/test_$name" >>"$build/$name.log" 2>&1
+# The device halves of a program: those whose headers it includes.
+halves() {
+  sed -nE 's|^#include "cuda/([a-z_]+)_device.hpp"$|\1|p' "tests/cuda/test_$1.cpp" | sort -u
+}
+device_half() {
+  nvcc "${flags[@]}" "${device_flags[@]}" -c "tests/cuda/$1_device.cu" -o "$build/$1_device.o" \
+    >"$build/$1_device.log" 2>&1
+}
+host_half() {
+  g++ "${flags[@]}" -fopenmp -c "tests/cuda/test_$1.cpp" -o "$build/test_$1.o" >"$build/test_$1.log" 2>&1
+}
+example() {
+  nvcc "${flags[@]}" "${device_flags[@]}" "examples/$1.cu" -o "$build/$1" >"$build/$1.log" 2>&1
+}
+link_program() {
+  local objects=() half
+  for half in $(halves "$1"); do objects+=("$build/${half}_device.o"); done
+  nvcc "$build/test_$1.o" "${objects[@]}" "${catch[@]}" -lgomp -o "$build/test_$1" >>"$build/test_$1.log" 2>&1
+}
+
+# The cases of a log with durations, as JSON: a case has failed where an assertion has since the case before it.
+cases() {
+  awk '/FAILED:|terminated|fatal error/ { bad = 1 }
+       /^ *[0-9.]+ s: / {
+         sub(/^ *[0-9.]+ s: /, ""); gsub(/["\\]/, "\\\\&")
+         if (!($0 in result)) names[++count] = $0
+         if (!($0 in result) || bad) result[$0] = bad ? "failed" : "passed"
+         bad = 0
+       }
+       END {
+         for (i = 1; i <= count; ++i)
+           printf "%s{\"name\":\"%s\",\"result\":\"%s\"}", i > 1 ? "," : "", names[i], result[names[i]]
+       }' "$1"
 }
 
 # Adds the cases of a Catch2 log to the counts.
@@ -78,27 +110,49 @@ count() {  # name log status
   if [ "$3" != 0 ] && [ "$bad" = 0 ]; then bad=1; fi
   if [ "$good" = 0 ] && [ "$bad" = 0 ]; then bad=1; fi
   passed=$((passed + good)) failed=$((failed + bad))
-  results+=("{\"test\":\"$1\",\"passed\":$good,\"failed\":$bad}")
+  results+=("{\"test\":\"$1\",\"passed\":$good,\"failed\":$bad,\"cases\":[$(cases "$2")]}")
   printf '%-28s %s passed, %s failed\n' "$1" "$good" "$bad"
 }
 
-# As many programs at once as there are processors.
-builders=()
-for name in "${names[@]}"; do
-  while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n; done
-  build_one "$name" &
-  builders+=($!)
-done
-for i in "${!names[@]}"; do
-  if ! wait "${builders[$i]}"; then
-    echo "${names[$i]}: the build failed"
-    grep -hE 'error|Error' "$build/${names[$i]}".*log "$build/${names[$i]}.log" | head -n 20
-    rm -f "$build/test_${names[$i]}"
-    failed=$((failed + 1))
-  else
+built() {  # name, program, logs...
+  if [ -x "$2" ]; then
     passed=$((passed + 1))
+    return
   fi
-done
+  echo "$1: the build failed"
+  grep -hE 'error|Error|cannot' "${@:3}" | head -n 20
+  failed=$((failed + 1))
+}
+# As many compilers at once as there are processors, the slow device halves first.
+start() {
+  while [ "$(jobs -rp | wc -l)" -ge "$(nproc)" ]; do wait -n; done
+  "$@" &
+}
+build_all() {
+  local name half all_halves logs
+  rm -f "$build/digest"
+  all_halves=$(for name in "${names[@]}"; do halves "$name"; done | sort -u)
+  for half in $all_halves; do rm -f "$build/${half}_device.o"; done
+  for half in $all_halves; do start device_half "$half"; done
+  for name in "${names[@]}"; do rm -f "$build/test_$name" "$build/test_$name.o"; start host_half "$name"; done
+  for name in ${examples[@]+"${examples[@]}"}; do rm -f "$build/$name"; start example "$name"; done
+  wait
+  for name in "${names[@]}"; do start link_program "$name"; done
+  wait
+  for name in "${names[@]}"; do
+    logs=("$build/test_$name.log")
+    for half in $(halves "$name"); do logs+=("$build/${half}_device.log"); done
+    built "$name" "$build/test_$name" "${logs[@]}"
+  done
+  for name in ${examples[@]+"${examples[@]}"}; do built "examples/$name" "$build/$name" "$build/$name.log"; done
+  digest >"$build/digest"
+}
+if [ "$compile" = yes ]; then
+  build_all
+elif [ "$(cat "$build/digest" 2>/dev/null)" != "$(digest)" ]; then
+  echo "$build was not built from these sources: tests/gpu.sh --build"
+  exit 1
+fi
 if [ "$run" = no ]; then
   echo "$passed passed, $failed failed"
   [ "$failed" = 0 ] && [ "$passed" -gt 0 ]
@@ -107,25 +161,49 @@ fi
 passed=0 failed=0
 for name in "${names[@]}"; do
   log=$build/$name.run
-  timeout 300 "$build/test_$name" >"$log" 2>&1
+  timeout 300 "$build/test_$name" -d yes >"$log" 2>&1
   status=$?
   count "$name" "$log" "$status"
   if [ "$status" != 0 ]; then grep -vE '^(-+|\.+|=+|)$' "$log" | head -n "${K3_GPU_LINES:-60}"; fi
 done
+# An example has no cases: its exit status is the result.
+run_example() {  # name, environment...
+  local log="$build/$1.run" status
+  env "${@:2}" timeout 60 "$build/$1" >"$log" 2>&1
+  status=$?
+  if [ "$status" = 0 ]; then echo 'All tests passed (1 assertion in 1 test case)' >>"$log"; fi
+  count "examples/$*" "$log" "$status"
+  if [ "$status" != 0 ]; then cat "$log"; fi
+}
+for name in ${examples[@]+"${examples[@]}"}; do run_example "$name"; done
+if [ ${#examples[@]} != 0 ]; then
+  run_example tiny_decoder K3_CUDA_KDA=0
+  run_example tiny_decoder K3_CUDA_MLA=0
+fi
 if [ "$quick" = no ]; then
-  # All at once: they spend their time on the processor, not on the GPU.
+  # A few at once: they spend their time on the processor, but the GPU is shared between them.
   runs=()
+  sanitize() {  # name tool
+    local options=()
+    # This program makes CUDA refuse calls on purpose.
+    if [ "$1" = runtime ] && [ "$2" = memcheck ]; then options=(--report-api-errors no); fi
+    K3_GPU_SMALL=1 timeout 400 compute-sanitizer --tool "$2" ${options[@]+"${options[@]}"} --error-exitcode 9 \
+      "$build/test_$1" -d yes >"$build/$1.$2" 2>&1
+    echo $? >"$build/$1.$2.status"
+  }
   for name in "${names[@]}"; do
-    for tool in memcheck racecheck initcheck synccheck; do
-      K3_GPU_SMALL=1 timeout 400 compute-sanitizer --tool "$tool" --error-exitcode 9 "$build/test_$name" \
-        >"$build/$name.$tool" 2>&1 &
-      runs+=("$name $tool $!")
+    tools='memcheck racecheck initcheck synccheck'
+    if [ "$name" = released ]; then tools=memcheck; fi  # these sizes are too much for the others
+    for tool in $tools; do
+      while [ "$(jobs -rp | wc -l)" -ge 6 ]; do wait -n; done
+      sanitize "$name" "$tool" &
+      runs+=("$name $tool")
     done
   done
+  wait
   for run in "${runs[@]}"; do
-    read -r name tool process <<<"$run"
-    wait "$process"
-    status=$?
+    read -r name tool <<<"$run"
+    status=$(<"$build/$name.$tool.status")
     count "$name/$tool" "$build/$name.$tool" "$status"
     if [ "$status" != 0 ]; then grep -E '=====|FAILED|error' "$build/$name.$tool" | head -n 12; fi
   done

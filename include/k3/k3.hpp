@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-/// All of k3 that a plain C++ compiler takes: number formats, geometry, formulae, operations and the decoder. The readers
-/// of files are apart, in k3/io, since they need libraries; the CUDA backend comes with <k3/k3.cuh>.
+/// All of k3 that a plain C++ compiler takes: number formats, geometry, formulae, operations and the decoder. The
+/// readers of files are apart, in k3/io, since they need libraries; the CUDA backend comes with <k3/k3.cuh>.
 
 #include <k3/core/any_view.hpp>
 #include <k3/core/bf16.hpp>

@@ -3,7 +3,7 @@
 #include <k3/k3.cuh>
 
 #include "cuda/decoder_device.hpp"
-#include "cuda/graph.cuh"
+#include "cuda/hold.cuh"
 
 namespace k3::test {
 
@@ -13,10 +13,46 @@ template <class P>
 class Runner final : public DeviceRunner {
  public:
   Runner(const K3CpuModel& model, const RunnerOptions& o)
-      : model_(model), decoder_(gpu{o.graphs ? static_cast<cudaStream_t>(stream_) : nullptr}, model_, o.capacity, o.max_rows, o.max_logit_rows, o.ablation),
-        options_(o), cache_(fresh_cache()) {}
+      : model_(model),
+        decoder_(gpu{o.graphs ? static_cast<cudaStream_t>(stream_) : nullptr}, model_, o.capacity, o.max_rows,
+                 o.max_logit_rows, o.ablation),
+        options_(o),
+        cache_(fresh_cache()) {}
 
   void forward(const DecoderBatch& batch) override { decoder_.forward(cache_, batch); }
+  void forward(const DecoderBatch& batch, const DeviceWatch& watch) override {
+    decoder_.forward(cache_, batch, [&](const char* part, size layer, const auto& values) {
+      if (values.data) show(part, layer, values, watch);
+    });
+  }
+  void forward_in_invalid_capture(const DecoderBatch& batch) override {
+    decoder_.finish();
+    detail::check_cuda("test", "begin", cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed));
+    detail::ignore_cuda(cudaStreamSynchronize(stream_));  // not allowed: the capture is invalid from here on
+    const auto end = [&] {
+      cudaGraph_t graph = nullptr;
+      detail::ignore_cuda(cudaStreamEndCapture(stream_, &graph));
+    };
+    try {
+      decoder_.forward(cache_, batch);
+    } catch (...) {
+      end();
+      throw;
+    }
+    end();
+  }
+  bool forward_behind_work(const DecoderBatch& batch) override {
+    decoder_.finish();
+    PinnedBuffer<unsigned> over(1);
+    bool returned = false;
+    beside_a_capture([&] {
+      hold(stream_, 20, over.data());
+      decoder_.forward(cache_, batch);
+      returned = static_cast<volatile unsigned&>(over[0]) == 0;
+      decoder_.finish();
+    });
+    return returned;
+  }
   std::vector<float> logits() override { return decoder_.logits(); }
   RowStatus status(size index) override { return decoder_.status(index); }
   id argmax(size index) override { return decoder_.argmax(index); }
@@ -53,9 +89,30 @@ class Runner final : public DeviceRunner {
  private:
   DeviceHybridCache<P> fresh_cache() const {
     const K3CpuModel& model = model_.host_model();
-    return DeviceHybridCache<P>(options_.graphs ? static_cast<cudaStream_t>(stream_) : nullptr, model.graph, model.config.kda,
-                                model.config.mla, options_.slots, options_.capacity,
+    return DeviceHybridCache<P>(options_.graphs ? static_cast<cudaStream_t>(stream_) : nullptr, model.graph,
+                                model.config.kda, model.config.mla, options_.slots, options_.capacity,
                                 Environment{!options_.kda_on_host, !options_.mla_on_host, 1.0f, {}});
+  }
+
+  template <class T>
+  void show(const std::string& part, size layer, const DeviceView<T, 2>& values, const DeviceWatch& watch) {
+    using Value = std::remove_const_t<T>;
+    if (!values.contiguous()) throw std::runtime_error(part + " is not dense");
+    std::vector<Value> there(values.elements());
+    const auto copy = [&](void* to, const void* from) {
+      detail::check_cuda("test", "synchronise", cudaDeviceSynchronize());
+      detail::check_cuda("test", "copy", cudaMemcpy(to, from, there.size() * sizeof(Value), cudaMemcpyDefault));
+      detail::check_cuda("test", "synchronise", cudaDeviceSynchronize());
+    };
+    copy(there.data(), values.data);
+    std::vector<float> seen;
+    for (const Value& value : there) seen.push_back(static_cast<float>(value));
+    watch(part, layer, seen);
+    if constexpr (std::is_same_v<T, typename P::activation>) {
+      if (part != "residual" && part != "embed") return;
+      for (size i = 0; i < seen.size(); ++i) there[i] = Value(seen[i]);
+      copy(values.data, there.data());
+    }
   }
 
   Stream stream_;
@@ -81,6 +138,118 @@ std::string refuse_too_large(const K3CpuModel& model, size& needed) {
     return problem.what();
   }
   return "";
+}
+
+size free_bytes() {
+  size_t free = 0, total = 0;
+  detail::check_cuda("test", "synchronise", cudaDeviceSynchronize());
+  detail::check_cuda("test", "cudaMemGetInfo", cudaMemGetInfo(&free, &total));
+  return free;
+}
+
+std::string refuse_cache(const K3CpuModel& model, size slots, size capacity, size& lost) {
+  const size before = free_bytes();
+  std::string refusal;
+  try {
+    const DeviceHybridCache<Fp32> cache(nullptr, model.graph, model.config.kda, model.config.mla, slots, capacity);
+  } catch (const cuda_error& problem) {
+    refusal = problem.what();
+  }
+  const size after = free_bytes();
+  lost = after < before ? before - after : 0;
+  return refusal;
+}
+
+namespace {
+
+/// Whether device memory holds these bytes.
+bool holds(const void* there, const void* here, size bytes) {
+  std::vector<unsigned char> values(bytes);
+  detail::check_cuda("test", "copy", cudaMemcpy(values.data(), there, bytes, cudaMemcpyDeviceToHost));
+  return __builtin_memcmp(values.data(), here, bytes) == 0;
+}
+template <size Rank>
+bool holds(const AnyView<Rank, MemorySpace::device>& there, const AnyView<Rank>& here) {
+  bool same = there.type == here.type;
+  for (size d = 0; d < Rank; ++d) same = same && there.extents[d] == here.extents[d];
+  return same && holds(there.data, here.data, detail::data_bytes(here)) &&
+         (here.type != ElementType::mxfp4 || holds(there.scale, here.scale, detail::scale_bytes(here)));
+}
+
+/// Both models' weights one by one, as visit(weights, f) visits them.
+template <class Host, class Device, class Visit>
+std::string differing_weight(Host& host_weights, Device& device_weights, Visit&& visit) {
+  std::vector<AnyVector<>> vectors;
+  std::vector<AnyMatrix<>> matrices;
+  std::string fault;
+  size vector = 0, matrix = 0;
+  const auto collect = [&](const std::string&, auto& weight, const auto& shape, WeightRole) {
+    if constexpr (sizeof(shape) == sizeof(size))
+      vectors.push_back(weight);
+    else
+      matrices.push_back(weight);
+  };
+  const auto compare = [&](const std::string& name, auto& weight, const auto& shape, WeightRole) {
+    bool same;
+    if constexpr (sizeof(shape) == sizeof(size))
+      same = holds(weight, vectors[vector++]);
+    else
+      same = holds(weight, matrices[matrix++]);
+    if (!same) fault = name;
+  };
+  visit(host_weights, collect);
+  visit(device_weights, compare);
+  return fault;
+}
+
+std::string differing_expert(const ExpertTable& table, const ExpertSource& experts) {
+  std::vector<kernel::ExpertPointers> there(table.experts());
+  detail::check_cuda("test", "copy",
+                     cudaMemcpy(there.data(), table.data(), there.size() * sizeof(there[0]), cudaMemcpyDeviceToHost));
+  if (there.size() != experts.size()) return "the number of experts";
+  for (size e = 0; e < there.size(); ++e) {
+    const ExpertWeights w = experts[e];
+    const auto same = [](const void* data, const void* scale, const AnyMatrix<>& here) {
+      return holds(data, here.data, detail::data_bytes(here)) &&
+             (here.type != ElementType::mxfp4 || holds(scale, here.scale, detail::scale_bytes(here)));
+    };
+    if (!same(there[e].w1, there[e].scale1, w.w1) || !same(there[e].w3, there[e].scale3, w.w3) ||
+        !same(there[e].w2, there[e].scale2, w.w2))
+      return "expert " + std::to_string(e);
+  }
+  return "";
+}
+
+}  // namespace
+
+std::string fault_of_moved_model(const K3CpuModel& model) {
+  size done = 0, reports = 0;
+  bool backwards = false;
+  const size planned = K3DeviceModel::plan(model);
+  const K3DeviceModel moved(model, [&](size so_far, size all) {
+    backwards = backwards || so_far < done || all != planned;
+    done = so_far, ++reports;
+  });
+  if (backwards || done != planned || reports < model.graph.layers.size() || moved.bytes() != planned)
+    return "the plan or its progress";
+  DecoderWeights here = model.weights;
+  auto& there = const_cast<DeviceDecoderWeights&>(moved.weights());
+  std::string fault =
+      differing_weight(here, there, [&](auto& w, auto&& f) { for_each_model_weight(model.config, w, f); });
+  for (size layer = 0; layer < here.layers.size() && fault.empty(); ++layer) {
+    const K3LayerSpec& spec = here.layers[layer].spec;
+    if (there.layers[layer].spec != spec) return "a layer's kind";
+    fault = differing_weight(here.layers[layer], there.layers[layer],
+                             [&](auto& w, auto&& f) { for_each_layer_weight(model.config, spec, w, f); });
+    if (fault.empty() && spec.mlp == MlpKind::LatentMoe)
+      fault = differing_expert(there.layers[layer].experts, *here.layers[layer].experts);
+  }
+  return fault;
+}
+
+std::string left_behind() {
+  const cudaError_t code = cudaGetLastError();
+  return code == cudaSuccess ? "" : cudaGetErrorString(code);
 }
 
 }  // namespace k3::test

@@ -82,8 +82,7 @@ void run_on_stream(int replays, Work&& work, Before&& before) {
   if (replays == 0)
     work(gpu{stream});
   else
-    replay(
-        stream, replays, [&] { work(gpu{stream}); }, before);
+    replay(stream, replays, [&] { work(gpu{stream}); }, before);
   stream.wait();
 }
 

@@ -8,7 +8,10 @@ namespace k3::test {
 /// A stream of its own that does not wait for the default one.
 class Stream {
  public:
-  Stream() { detail::check_cuda("Stream", "cudaStreamCreateWithFlags", cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  Stream() {
+    detail::check_cuda("Stream", "cudaStreamCreateWithFlags",
+                       cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+  }
   ~Stream() { static_cast<void>(cudaStreamDestroy(stream_)); }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
@@ -20,7 +23,8 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-/// Captures what `work` puts on the stream and replays it `times` times, waiting for the last; `before` runs before each replay.
+/// Captures what `work` puts on the stream and replays it `times` times, waiting for the last; `before` runs before
+/// each replay.
 template <class Work, class Before>
 void replay(const Stream& stream, int times, Work&& work, Before&& before) {
   cudaGraph_t graph = nullptr;

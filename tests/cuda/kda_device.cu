@@ -91,8 +91,7 @@ void run(const KdaDeviceOptions& options, Step&& step) {
   detail::check_cuda("test", "cudaDeviceSynchronize", cudaDeviceSynchronize());
   const Stream stream;
   if (options.graph)
-    replay(
-        stream, options.calls, [&] { step(gpu{stream}); }, [] {});
+    replay(stream, options.calls, [&] { step(gpu{stream}); }, [] {});
   else
     for (int i = 0; i < options.calls; ++i) step(gpu{stream});
   stream.wait();

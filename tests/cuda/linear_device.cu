@@ -69,8 +69,7 @@ std::vector<std::vector<float>> device_projections(const ProductCase& c, const s
     outs.push_back(rows_of(m.bf16_out, c.tokens, m.rows, layout_of(c)));
     list.push_back(projection_of(m, weights.back(), outs.back()));
   }
-  run_on_stream(
-      c.replays, [&](const gpu& exec) { call_projections(exec, x, list); }, [] {});
+  run_on_stream(c.replays, [&](const gpu& exec) { call_projections(exec, x, list); }, [] {});
   std::vector<std::vector<float>> results;
   for (const Rows& out : outs) results.push_back(values_of(out));
   return results;

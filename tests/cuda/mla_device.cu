@@ -110,7 +110,7 @@ MlaDeviceOutputs mla_on_device(const MlaDeviceInputs& in, const MlaDeviceOptions
   };
   settle();
   run_on_stream(
-      options.replays, [&](const gpu& exec) { call.decode(exec, in.g); }, restore);
+      options.replays, [&](const gpu& exec) { call.decode(gpu{exec.stream, options.independent}, in.g); }, restore);
   return call.outputs();
 }
 template MlaDeviceOutputs mla_on_device<float>(const MlaDeviceInputs&, const MlaDeviceOptions&);

@@ -30,6 +30,7 @@ struct MlaDeviceOptions {
   int replays = 0;             ///< captured once and replayed that often, the cache restored before each
   bool float_weights = false;  ///< norm and kv_b as F32
   bool with_status = true;
+  bool independent = true;  ///< of gpu
 };
 
 struct MlaDeviceOutputs {

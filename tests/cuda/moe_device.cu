@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/moe_device.hpp"
 
+#include <algorithm>
 #include <limits>
 
 #include <k3/cuda/mix_routed_experts.cuh>
+#include <k3/cuda/repack_experts.cuh>
 #include <k3/cuda/sigmoid_topk.cuh>
 
 #include "cuda/graph.cuh"
@@ -62,7 +64,8 @@ class PlacedExperts {
       total += (bytes.size() + misaligned + 255) / 256 * 256 + 256;
       return at;
     };
-    std::vector<size> at(experts.size() * 6);
+    at_.resize(experts.size() * 6);
+    std::vector<size>& at = at_;
     for (size i = 0; i < experts.size(); ++i) {
       const size e = experts.size() - 1 - i;
       for (size m = 0; m < 3; ++m)
@@ -94,13 +97,41 @@ class PlacedExperts {
   }
 
   const ExpertTable& table() const { return table_; }
+  bool repack(const gpu& exec, ExpertLayout layout) { return repack_experts(exec, table_, layout); }
+
+  /// What lies where an expert was placed.
+  ExpertBytes get(size e, const ExpertBytes& like) const {
+    const std::vector<unsigned char> all = memory_.to_vector();
+    ExpertBytes result = like;
+    for (size m = 0; m < 3; ++m) {
+      const auto from = [&](size which) { return all.begin() + static_cast<long>(at_[e * 6 + which]); };
+      std::copy_n(from(m), result.data[m].size(), result.data[m].begin());
+      std::copy_n(from(3 + m), result.scale[m].size(), result.scale[m].begin());
+    }
+    return result;
+  }
 
  private:
+  std::vector<size> at_;
   DeviceBuffer<unsigned char> memory_;
   ExpertTable table_;
 };
 
 }  // namespace
+
+RepackedExpert repack_on_device(const LatentMoeConfig& g, const ExpertBytes& expert, size misaligned) {
+  const Stream stream;
+  const gpu exec{stream};
+  PlacedExperts placed(g, ElementType::mxfp4, {expert}, misaligned);
+  RepackedExpert result;
+  if (!placed.repack(exec, ExpertLayout::packed)) return result;
+  stream.wait();
+  result.packed = placed.get(0, expert);
+  placed.repack(exec, ExpertLayout::released);
+  stream.wait();
+  result.restored = placed.get(0, expert);
+  return result;
+}
 
 RouterOutputs sigmoid_topk_on_device(const RouterInputs& in, const MoeDeviceOptions& options) {
   const Stream stream;
@@ -133,7 +164,9 @@ MoeOutputs<X> mix_experts_on_device(const MoeInputs<X>& in, const MoeDeviceOptio
   const Stream stream;
   const gpu exec{stream};
   const size width = moe_expert_width(in.g);
-  const PlacedExperts experts(in.g, in.type, in.experts, options.misaligned);
+  PlacedExperts experts(in.g, in.type, in.experts, options.misaligned);
+  if (options.packed && !experts.repack(exec, ExpertLayout::packed)) return {};
+  if (options.restored) experts.repack(exec, ExpertLayout::released);
   const X nan(std::numeric_limits<float>::quiet_NaN());
   const Placed<X> latent(in.latent, in.rows, width, options, nan);
   const Placed<id> ids(in.ids, in.rows, in.g.top_k, options, id{-5});

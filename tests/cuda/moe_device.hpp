@@ -33,6 +33,8 @@ struct MoeDeviceOptions {
   bool launch_name = false;  ///< through launch_k3_latent_moe_experts
   int calls = 1;             ///< on the same inputs
   bool in_place = false;     ///< out is latent
+  bool packed = false;       ///< experts are repacked first; fails where they have no packed layout
+  bool restored = false;     ///< and brought back
 };
 
 RouterOutputs sigmoid_topk_on_device(const RouterInputs& in, const MoeDeviceOptions& options = {});
@@ -66,6 +68,13 @@ struct MoeOutputs {
 
 template <class X>
 MoeOutputs<X> mix_experts_on_device(const MoeInputs<X>& in, const MoeDeviceOptions& options = {});
+
+/// The memory of one MXFP4 expert of those sizes after repack_experts, and after the way back. Empty where it has no
+/// packed layout.
+struct RepackedExpert {
+  ExpertBytes packed, restored;
+};
+RepackedExpert repack_on_device(const LatentMoeConfig& g, const ExpertBytes& expert, size misaligned = 0);
 
 /// The argument that a call with one wrong argument is refused for, by name of the case; "accepted" where it is not.
 std::string moe_refused_argument(const std::string& wrong);

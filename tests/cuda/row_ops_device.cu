@@ -63,7 +63,8 @@ MixResult attnres_norm_typed(const RowCall& call, const MixCase& c) {
             call.replays,
             [&](const gpu& exec) {
               attnres_norm(exec, snapshots, running.view(), res_norm, res_proj, c.res_eps, norm, c.norm_eps, out.view(),
-                           {c.mix, mixed.view(), probs.view()});
+                           c.only_out ? AttnResNormOptions{c.mix, {}, {}}
+                                      : AttnResNormOptions{c.mix, mixed.view(), probs.view()});
             },
             [] {});
       });
@@ -149,9 +150,8 @@ std::vector<std::string> device_row_refusals() {
           refused_argument([&] { argmax(exec, m(0, 1, 4), workspace, ids.view(2)); }),
           refused_argument([&] { attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), 1e-5f, v(3), 1e-5f, m(32, 2, 4)); }),
           refused_argument([&] { attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), -1.0f, v(4), 1e-5f, m(32, 2, 4)); }),
-          refused_argument([&] {
-            attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 2, 4), {2.0f, {}, {}});
-          }),
+          refused_argument(
+              [&] { attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 2, 4), {2.0f, {}, {}}); }),
           refused_argument([&] { attnres_norm(exec, s, m(16, 1, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 1, 4)); })};
 }
 

@@ -27,6 +27,7 @@ struct MixCase {
   std::vector<float> snapshots{}, running{};  // [stored, rows, hidden], [rows, hidden]
   std::vector<float> res_norm{}, res_proj{}, norm{};
   float res_eps = 1e-5f, norm_eps = 1e-6f, mix = 1.0f;
+  bool only_out = false;  // neither mixed nor probs asked for
 };
 struct MixResult {
   std::vector<float> out, mixed, probs;

@@ -13,47 +13,6 @@
 using namespace k3;
 using namespace k3::test;
 
-namespace {
-
-void feed(DeviceRunner& runner, id slot, const std::vector<id>& tokens, size first, size count, bool wanted) {
-  const std::vector<id> slots(count, slot);
-  std::vector<size> positions(count);
-  for (size i = 0; i < count; ++i) positions[i] = first + i;
-  const size last = count - 1;
-  runner.forward({view(tokens).slice(0, first, count), view(slots), view(static_cast<const size*>(positions.data()), count), view(&last, wanted ? 1 : 0)});
-}
-
-/// The prompt, `rows` tokens a pass, then greedy steps.
-struct Run {
-  std::vector<id> tokens;
-  std::vector<std::vector<float>> logits;
-};
-Run greedy(DeviceRunner& runner, const std::vector<id>& prompt, size count, size rows = 8) {
-  Run run;
-  for (size done = 0; done < prompt.size();) {
-    const size now = std::min(rows, prompt.size() - done);
-    feed(runner, 0, prompt, done, now, done + now == prompt.size());
-    done += now;
-  }
-  std::vector<id> sequence = prompt;
-  while (true) {
-    run.tokens.push_back(runner.argmax(0));
-    run.logits.push_back(runner.logits());
-    if (run.tokens.size() == count) return run;
-    sequence.push_back(run.tokens.back());
-    feed(runner, 0, sequence, sequence.size() - 1, 1, true);
-  }
-}
-
-std::vector<double> host_logits(const K3CpuModel& model, const std::vector<id>& prompt) {
-  Decoder<Fp64> decoder(host{1}, model, 32, 1);
-  HybridCache<Fp64> cache = decoder.make_cache(1, prompt.size());
-  prefill(decoder, cache, 0, view(prompt));
-  return elements(decoder.logits());
-}
-
-}  // namespace
-
 TEST_CASE("device decoder: tokens and logits of the references in float, at every size of pass") {
   for (const char* name : fixture_names) {
     const Fixture& f = fixture(name);
@@ -65,67 +24,17 @@ TEST_CASE("device decoder: tokens and logits of the references in float, at ever
         auto runner = make_device_runner(f.model, {});
         const Run run = greedy(*runner, ids, small_only() ? 3 : generated.size(), rows);
         INFO(name << " prompt " << prompt << ", " << rows << " rows a pass");
-        CHECK(run.tokens == std::vector<id>(generated.begin(), generated.begin() + static_cast<std::ptrdiff_t>(run.tokens.size())));
-        for (size row = 0; row < run.logits.size(); ++row) check(compare(run.logits[row], f.logits(prompt, row), 1e-4, 0, true));
-        if (rows == 1) first = run.logits;
+        CHECK(run.tokens ==
+              std::vector<id>(generated.begin(), generated.begin() + static_cast<std::ptrdiff_t>(run.tokens.size())));
+        for (size row = 0; row < run.logits.size(); ++row)
+          check(compare(run.logits[row], f.logits(prompt, row), 1e-4, 0, true));
+        if (rows == 1)
+          first = run.logits;
         else
           for (size row = 0; row < run.logits.size(); ++row) check(same_bits(run.logits[row], first[row]));
       }
     }
   }
-}
-
-TEST_CASE("device decoder: the trained model's texts in float, its likelihood in bf16") {
-  const K3CpuModel model = from_pretrained(austen_path());
-  const nlohmann::json expected = read_json_file(austen_path("expected.json"));
-  double fp64_nll = 0, bf16_nll = 0;
-  size scored = 0, same = 0;
-  for (const nlohmann::json& prompt : expected["prompts"]) {
-    const std::vector<id> ids = prompt["ids"], generated = prompt["generated"];
-    if (small_only() && ids.size() > 20) continue;
-    const size count = small_only() ? 4 : generated.size();
-    RunnerOptions options;
-    options.capacity = ids.size() + generated.size() + 1;
-    auto runner = make_device_runner(model, options);
-    const Run run = greedy(*runner, ids, count, 32);
-    INFO("prompt of " << ids.size() << " tokens");
-    CHECK(run.tokens == std::vector<id>(generated.begin(), generated.begin() + static_cast<std::ptrdiff_t>(count)));
-    if (small_only()) continue;
-    // Prompt and continuation, teacher-forced.
-    std::vector<id> all = ids;
-    all.insert(all.end(), generated.begin(), generated.end());
-    options.half = true;
-    options.max_rows = options.max_logit_rows = 16;
-    auto half = make_device_runner(model, options);
-    Decoder<Fp64> decoder(host{}, model, 16, 16);
-    HybridCache<Fp64> cache = decoder.make_cache(1, all.size());
-    for (size done = 0; done + 1 < all.size(); done += 16) {
-      const size now = std::min<size>(16, all.size() - 1 - done);
-      const std::vector<id> slots(now, 0);
-      std::vector<size> positions(now), wanted(now);
-      for (size i = 0; i < now; ++i) positions[i] = done + (wanted[i] = i);
-      const DecoderBatch batch{view(all).slice(0, done, now), view(slots), view(static_cast<const size*>(positions.data()), now),
-                               view(static_cast<const size*>(wanted.data()), now)};
-      half->forward(batch);
-      decoder.forward(cache, batch);
-      const std::vector<float> logits = half->logits();
-      const auto nll = [&](auto at, size row) {
-        double largest = at(row, 0), sum = 0;
-        for (size i = 1; i < 2048; ++i) largest = std::max<double>(largest, at(row, i));
-        for (size i = 0; i < 2048; ++i) sum += std::exp(at(row, i) - largest);
-        return largest + std::log(sum) - at(row, static_cast<size>(all[done + row + 1]));
-      };
-      for (size row = 0; row < now; ++row, ++scored) {
-        fp64_nll += nll([&](size r, size i) { return decoder.logits()(r, i); }, row);
-        bf16_nll += nll([&](size r, size i) { return static_cast<double>(logits[r * 2048 + i]); }, row);
-        same += half->argmax(row) == decoder.argmax(row);
-      }
-    }
-  }
-  if (small_only()) return;
-  INFO(scored << " tokens: mean nll fp64 " << fp64_nll / double(scored) << ", device bf16 " << bf16_nll / double(scored) << ", equal arg-maxes " << same);
-  CHECK(std::abs(bf16_nll - fp64_nll) <= 5e-3 * fp64_nll);
-  CHECK(double(same) >= 0.95 * double(scored));
 }
 
 TEST_CASE("device decoder: captured steps give the bits of direct ones, and every run the same") {
@@ -134,7 +43,8 @@ TEST_CASE("device decoder: captured steps give the bits of direct ones, and ever
     RunnerOptions captured, direct;
     captured.half = direct.half = half;
     direct.graphs = false;
-    auto a = make_device_runner(f.model, captured), b = make_device_runner(f.model, direct), c = make_device_runner(f.model, captured);
+    auto a = make_device_runner(f.model, captured), b = make_device_runner(f.model, direct),
+         c = make_device_runner(f.model, captured);
     const Run x = greedy(*a, f.ids(2), 8), y = greedy(*b, f.ids(2), 8), z = greedy(*c, f.ids(2), 8);
     for (size row = 0; row < 8; ++row) {
       check(same_bits(x.logits[row], y.logits[row]));
@@ -205,7 +115,8 @@ TEST_CASE("device caches: bytes go to the device and back unchanged and open on 
       CHECK(runner->argmax(0) == generated[i + 1]);
     }
     cache.from_bytes(0, runner->to_bytes(0));
-    CHECK(greedy_decode(decoder, cache, 0, view(&generated[3], 1), {5}).tokens == std::vector<id>(generated.begin() + 4, generated.begin() + 9));
+    CHECK(greedy_decode(decoder, cache, 0, view(&generated[3], 1), {5}).tokens ==
+          std::vector<id>(generated.begin() + 4, generated.begin() + 9));
     std::vector<unsigned char> cut = cache.to_bytes(0);
     cut.pop_back();
     CHECK_THROWS_AS(runner->from_bytes(0, cut), format_error);
@@ -223,35 +134,6 @@ TEST_CASE("device caches: bytes go to the device and back unchanged and open on 
     runner->spoil_mark();
     CHECK_THROWS_AS(runner->back_to_mark(), invalid_argument);
     CHECK(runner->to_bytes(0) == now);
-  }
-}
-
-TEST_CASE("device decoder: gates C1, C2, C4 and their faults") {
-  for (const char* name : fixture_names) {
-    if (small_only() && std::string(name) == "k3-tiny-13l") continue;
-    const Fixture& f = fixture(name);
-    const std::vector<id> ids = f.ids(2);
-    auto runner = make_device_runner(f.model, {});
-    const std::vector<id> expected = greedy(*runner, ids, 6).tokens;
-    INFO(name);
-    RunnerOptions forced, unmixed, skipping;
-    forced.ablation.force_expert = 0;
-    unmixed.ablation.attnres_mix = 0.0f;
-    skipping.ablation.skip_layer = 0;
-    CHECK(greedy(*make_device_runner(f.model, forced), ids, 6).tokens != expected);
-    if (f.model.config.attn_res_block_size > 0) CHECK(greedy(*make_device_runner(f.model, unmixed), ids, 6).tokens != expected);
-    std::vector<id> longer = ids;
-    longer.push_back(4);
-    auto whole = make_device_runner(f.model, {}), stepped = make_device_runner(f.model, {}), skipped = make_device_runner(f.model, skipping);
-    feed(*whole, 0, longer, 0, longer.size(), true);
-    feed(*stepped, 0, ids, 0, ids.size(), false);
-    skipped->from_bytes(0, stepped->to_bytes(0));
-    feed(*stepped, 0, longer, ids.size(), 1, true);
-    check(same_bits(stepped->logits(), whole->logits()));
-    CHECK(stepped->to_bytes(0) == whole->to_bytes(0));
-    check(compare(whole->logits(), host_logits(f.model, longer), 1e-4, 0, true));
-    feed(*skipped, 0, longer, ids.size(), 1, true);
-    CHECK_FALSE(same_bits(skipped->logits(), whole->logits()).within);
   }
 }
 
@@ -343,7 +225,8 @@ TEST_CASE("device model: what does not fit is refused with what is needed, befor
   huge.config.intermediate_size = (size{1} << 31) - 1;
   for (LayerWeights& layer : huge.weights.layers) {
     if (layer.spec.mlp != MlpKind::Dense) continue;
-    layer.mlp.gate_proj.extents[0] = layer.mlp.up_proj.extents[0] = layer.mlp.down_proj.extents[1] = huge.config.intermediate_size;
+    layer.mlp.gate_proj.extents[0] = layer.mlp.up_proj.extents[0] = layer.mlp.down_proj.extents[1] =
+        huge.config.intermediate_size;
   }
   const std::string refusal = refuse_too_large(huge, needed);
   INFO(refusal);

@@ -229,6 +229,61 @@ TEST_CASE("cuda kda: a row's bits do not depend on its batch, nor on the run", "
   }
 }
 
+TEST_CASE("cuda kda: however a head is shared out over blocks, its bits are the same", "[cuda][kda]") {
+  // One or two sequences of 96 heads are split over clusters, more are not; off its alignment a head stays in memory.
+  if (small_only()) return;
+  const KdaConfig g = KdaConfig::production();
+  const size rows = 4, width = kda_width(g), state = kda_state_elements(g), window = kda_conv_elements(g);
+  const auto all = problem<bf16>(g, rows, 1, 55);
+  const auto together = kda_fused_on_device(all);
+  check_same(kda_fused_on_device(all, {.shift = 1}), together);
+  for (const size count : {size{1}, size{2}})
+    for (size first = 0; first + count <= rows; ++first)
+      for (const size shift : {size{0}, size{1}}) {
+        INFO("rows " << first << " to " << first + count - 1 << ", shift " << shift);
+        const auto some = kda_fused_on_device(rows_of(all, first, count), {.shift = shift});
+        check(same_bits(some.out, slice(together.out, first * width, count * width)));
+        check(same_bits(slice(some.state, first * state, count * state),
+                        slice(together.state, first * state, count * state)));
+        check(same_bits(slice(some.window, first * window, count * window),
+                        slice(together.window, first * window, count * window)));
+      }
+}
+
+TEST_CASE("cuda kda: sampled sequences of the released geometry agree with double", "[cuda][kda]") {
+  if (small_only()) return;
+  KdaConfig g = KdaConfig::production();
+  g.gate_lower_bound = -5.0f;
+  for (const size tokens : {size{1}, size{3}}) {
+    const size sequences = tokens == 1 ? 12 : 1, width = kda_width(g), state = kda_state_elements(g);
+    const auto in = problem<float>(g, sequences, tokens, 56);
+    const auto got = kda_fused_on_device(in, {.static_geometry = true});
+    for (const size sequence : {size{0}, sequences / 2, sequences - 1}) {
+      INFO(tokens << " tokens, sequence " << sequence << " of " << sequences);
+      auto one = rows_of(in, sequence * tokens, tokens);
+      one.slot.assign(tokens, 0), one.slots = 1;
+      one.state = slice(in.state, sequence * state, state);
+      one.window = slice(in.window, sequence * kda_conv_elements(g), kda_conv_elements(g));
+      const auto want = on_host<double>(one);
+      check(compare(slice(got.out, sequence * tokens * width, tokens * width), want.out, 2e-6, 0, true));
+      check(compare(slice(got.state, sequence * state, state), want.state, 2e-6, 0, true));
+    }
+  }
+}
+
+TEST_CASE("cuda kda: steps that follow each other at once see the state that the last one left", "[cuda][kda]") {
+  // Direct calls of one state: each may start before the one before it has ended. A replayed graph has one step.
+  for (KdaConfig g : {KdaConfig{2, 128, 4, -5.0f}, KdaConfig{96, 128, 4, -5.0f}, KdaConfig{3, 24, 4, std::nullopt}}) {
+    if (small_only() && g.heads > 8) continue;
+    for (const size slots : {size{1}, size{4}}) {
+      INFO(name(g) << ", " << slots << " sequences");
+      const auto in = problem<bf16>(g, slots, 1, 57);
+      const auto want = kda_fused_on_device(in, {.calls = 24, .graph = true});
+      for (int repeat = 0; repeat < 3; ++repeat) check_same(kda_fused_on_device(in, {.calls = 24}), want);
+    }
+  }
+}
+
 TEST_CASE("cuda kda: several tokens in one call give the bits of one call each", "[cuda][kda]") {
   for (const KdaConfig& g : shapes()) {
     INFO(name(g));

@@ -101,7 +101,7 @@ void check_bits(size columns, bool bf16_x) {
   const ProductMatrix m = make_matrix(rows, columns, true, false);
   const ProductCase all = make_case(128, columns, bf16_x);
   const auto want = device_linear(all, m);
-  for (const size tokens : sizes{1, 2, 7, 8, 9, 16, 17, 33, 64, 65})
+  for (const size tokens : sizes{1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 127})
     for (const size from : {size{0}, 128 - tokens}) {
       CAPTURE(tokens, from);
       ProductCase c = all;
@@ -127,6 +127,54 @@ TEST_CASE("a row of the device's product has the same bits in any batch, alone a
   for (const size columns : sizes{96, 1000, 1024, 1056, 2312, 3584})
     for (const bool bf16_x : {true, false})
       if (!small_only() || columns <= 1056) check_bits(columns, bf16_x);
+}
+
+TEST_CASE("a row of the device's product has the same bits however the rows of the weight are shared out") {
+  // Many rows: blocks that go through theirs in several passes and do not split K; then few of them, alone.
+  for (const Shape s : {Shape{128, 30000, 72}, Shape{128, 8333, 1032}}) {
+    if (small_only()) return;
+    CAPTURE(s.rows, s.columns);
+    const ProductMatrix m = make_matrix(s.rows, s.columns, true, false);
+    const ProductCase all = make_case(s.tokens, s.columns);
+    const auto want = device_linear(all, m);
+    for (const size tokens : sizes{1, 9, 32, 33, 65}) {
+      CAPTURE(tokens);
+      ProductCase c = all;
+      c.tokens = tokens, c.x = first_rows(all.x, 0, tokens, s.columns);
+      check(same_bits(device_linear(c, m), first_rows(want, 0, tokens, s.rows)));
+    }
+    const size first = s.rows - 200, count = 200;
+    ProductMatrix few = m;
+    few.rows = count, few.weight = first_rows(m.weight, first, count, s.columns);
+    const auto alone = device_linear(all, few);
+    for (size t = 0; t < s.tokens; ++t)
+      check(same_bits(first_rows(alone, t, 1, count),
+                      std::vector<float>(want.begin() + static_cast<std::ptrdiff_t>(t * s.rows + first),
+                                         want.begin() + static_cast<std::ptrdiff_t>((t + 1) * s.rows))));
+    // 300 rows of x: in groups
+    ProductCase more = make_case(300, s.columns);
+    std::copy(all.x.begin(), all.x.end(), more.x.begin() + static_cast<std::ptrdiff_t>(150 * s.columns));
+    const auto grouped = device_linear(more, few);
+    check(same_bits(first_rows(grouped, 150, 128, count), alone));
+  }
+}
+
+TEST_CASE("the device's product of released shapes agrees with double on sampled rows") {
+  if (small_only()) return;
+  for (const Shape s : {Shape{128, 896, 7168}, Shape{32, 2112, 7168}, Shape{33, 7168, 1536}})
+    for (const size tokens : {size{1}, s.tokens}) {
+      CAPTURE(tokens, s.rows, s.columns);
+      const ProductCase c = make_case(tokens, s.columns);
+      const ProductMatrix m = make_matrix(s.rows, s.columns, true, false);
+      const auto out = device_linear(c, m);
+      for (size row = 5; row < s.rows; row += s.rows / 7)
+        for (size t = 0; t < tokens; t += 9) {
+          const auto want =
+              product(first_rows(c.x, t, 1, s.columns), first_rows(m.weight, row, 1, s.columns), 1, 1, s.columns);
+          CAPTURE(row, t, out[t * s.rows + row], want[0]);
+          CHECK(std::abs(static_cast<double>(out[t * s.rows + row]) - want[0]) <= 2e-5);
+        }
+    }
 }
 
 TEST_CASE("projections in one launch have the bits of separate ones") {

@@ -1,11 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include <set>
-
-#include <k3/ops/mix_routed_experts.hpp>
-
 #include "cuda/device_test.hpp"
 #include "cuda/moe_device.hpp"
-#include "support/compare.hpp"
+#include "cuda/moe_problem.hpp"
 
 namespace {
 
@@ -15,205 +11,31 @@ using k3::LatentMoeConfig;
 using k3::RowStatus;
 using k3::size;
 using k3::test::check;
+using k3::test::check_against_double;
+using k3::test::check_routing;
 using k3::test::compare;
 using k3::test::converted;
 using k3::test::ExpertBytes;
+using k3::test::geometry;
 using k3::test::mix_experts_on_device;
-using k3::test::MoeDeviceOptions;
 using k3::test::MoeInputs;
-using k3::test::MoeOutputs;
+using k3::test::on_host;
 using k3::test::random_normal;
+using k3::test::random_problem;
+using k3::test::relative_l2;
+using k3::test::route_in_double;
+using k3::test::router;
 using k3::test::RouterInputs;
 using k3::test::RouterOutputs;
+using k3::test::row_of;
+using k3::test::rows_of;
 using k3::test::same_bits;
 using k3::test::sigmoid_topk_on_device;
+using k3::test::total;
 
 constexpr unsigned nan_router = static_cast<unsigned>(RowStatus::nan_router_logits);
 constexpr unsigned bad_expert = static_cast<unsigned>(RowStatus::bad_expert);
 const float nan_value = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
-
-// ---- the router
-
-RouterInputs router(std::vector<float> logits, std::vector<float> bias, size k, bool renormalize = true,
-                    float scale = 1) {
-  const size experts = bias.size(), rows = logits.size() / experts;
-  return {rows, experts, k, renormalize, scale, std::move(logits), std::move(bias), {}};
-}
-
-void check_routing(const RouterOutputs& got, const std::vector<k3::id>& ids, const std::vector<float>& weights) {
-  CHECK(got.ids == ids);
-  check(compare(got.weights, weights, 1e-5));
-  CHECK(got.status == std::vector<unsigned>(got.status.size()));
-}
-
-/// The routing in double, by sorting.
-struct Routed {
-  std::vector<k3::id> ids;
-  std::vector<double> weights, scores;
-};
-Routed route_in_double(const RouterInputs& in, size row) {
-  std::vector<double> p(in.experts), score(in.experts);
-  std::vector<k3::id> order(in.experts);
-  for (size e = 0; e < in.experts; ++e) {
-    p[e] = 1 / (1 + std::exp(-static_cast<double>(in.logits[row * in.experts + e])));
-    score[e] = p[e] + static_cast<double>(in.bias[e]);
-    order[e] = static_cast<k3::id>(e);
-  }
-  const auto at = [](const std::vector<double>& values, k3::id e) { return values[static_cast<size>(e)]; };
-  std::stable_sort(order.begin(), order.end(), [&](k3::id a, k3::id b) { return at(score, a) > at(score, b); });
-  order.resize(in.k);
-  Routed result{order, {}, score};
-  double sum = 0;
-  for (k3::id e : order) sum += at(p, e);
-  const bool divide = in.renormalize && in.k > 1;
-  for (k3::id e : order)
-    result.weights.push_back((divide ? at(p, e) / (sum + 1e-20) : at(p, e)) * static_cast<double>(in.scale));
-  return result;
-}
-
-/// Ids of one router row must be those of double but where scores are so close that float may order them otherwise.
-void check_against_double(const RouterInputs& in, const RouterOutputs& got) {
-  std::vector<float> got_weights;
-  std::vector<double> want_weights;
-  for (size row = 0; row < in.rows; ++row) {
-    const Routed want = route_in_double(in, row);
-    const std::vector<k3::id> ids(got.ids.begin() + static_cast<long>(row * in.k),
-                                  got.ids.begin() + static_cast<long>((row + 1) * in.k));
-    REQUIRE(std::set<k3::id>(ids.begin(), ids.end()).size() == in.k);
-    REQUIRE(*std::min_element(ids.begin(), ids.end()) >= 0);
-    REQUIRE(static_cast<size>(*std::max_element(ids.begin(), ids.end())) < in.experts);
-    for (size j = 0; j < in.k; ++j) {
-      const double mine = want.scores[static_cast<size>(ids[j])], theirs = want.scores[static_cast<size>(want.ids[j])];
-      INFO("row " << row << " rank " << j << ": expert " << ids[j] << " of score " << mine << ", in double "
-                  << want.ids[j] << " of " << theirs);
-      CHECK(std::abs(mine - theirs) <= 3e-7 * (1 + std::abs(theirs)));
-      if (ids == want.ids) {
-        got_weights.push_back(got.weights[row * in.k + j]);
-        want_weights.push_back(want.weights[j]);
-      }
-    }
-  }
-  check(compare(got_weights, want_weights, 2e-6));
-}
-
-// ---- experts
-
-unsigned random_bits(std::uint64_t& state) {
-  state ^= state << 13, state ^= state >> 7, state ^= state << 17;
-  return static_cast<unsigned>(state >> 20);
-}
-
-/// Weights of about 1 / sqrt(columns): MXFP4 with scale bytes over a range of 2^4, or plain elements.
-std::vector<ExpertBytes> random_experts(const LatentMoeConfig& g, ElementType type, std::uint64_t seed) {
-  std::vector<ExpertBytes> experts(g.n_routed);
-  std::uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
-  const size width = moe_expert_width(g), count = g.expert_hidden * width;
-  for (ExpertBytes& expert : experts)
-    for (size m = 0; m < 3; ++m) {
-      const double columns = static_cast<double>(m == 2 ? g.expert_hidden : width);
-      if (type == ElementType::mxfp4) {
-        const unsigned scale = static_cast<unsigned>(127 - std::lround(std::log2(columns) / 2) - 3);
-        expert.data[m].resize(count / 2);
-        expert.scale[m].resize(count / 32);
-        for (auto& byte : expert.data[m]) byte = static_cast<unsigned char>(random_bits(state));
-        for (auto& byte : expert.scale[m]) byte = static_cast<unsigned char>(scale + random_bits(state) % 5);
-        continue;
-      }
-      expert.data[m].resize(count * (type == ElementType::bf16 ? 2 : 4));
-      for (size i = 0; i < count; ++i) {
-        const float value = static_cast<float>((random_bits(state) % 20001 / 1e4 - 1) * 1.7 / std::sqrt(columns));
-        const bf16 rounded(value);
-        if (type == ElementType::bf16)
-          __builtin_memcpy(&expert.data[m][i * 2], &rounded, 2);
-        else
-          __builtin_memcpy(&expert.data[m][i * 4], &value, 4);
-      }
-    }
-  return experts;
-}
-
-template <class X>
-MoeInputs<X> random_problem(LatentMoeConfig g, ElementType type, size rows, std::uint32_t seed) {
-  MoeInputs<X> in;
-  in.g = g, in.rows = rows, in.type = type;
-  in.experts = random_experts(g, type, seed);
-  in.latent = converted<X>(random_normal(rows * moe_expert_width(g), seed));
-  std::uint64_t state = seed + 99;
-  for (size row = 0; row < rows; ++row) {
-    std::set<k3::id> chosen;
-    while (chosen.size() < g.top_k) {
-      const k3::id e = static_cast<k3::id>(random_bits(state) % g.n_routed);
-      if (!chosen.insert(e).second) continue;
-      in.ids.push_back(e);
-      in.weights.push_back(0.1f + static_cast<float>(random_bits(state) % 1000) / 1000.0f);
-    }
-  }
-  return in;
-}
-
-/// The host operation in precision P.
-template <class P, class X>
-std::vector<typename P::activation> on_host(const MoeInputs<X>& in) {
-  using T = typename P::activation;
-  const size width = moe_expert_width(in.g);
-  std::vector<k3::ExpertWeights> experts(in.g.n_routed);
-  for (size e = 0; e < experts.size(); ++e) {
-    k3::AnyMatrix<>* matrices[3] = {&experts[e].w1, &experts[e].w3, &experts[e].w2};
-    for (size m = 0; m < 3; ++m) {
-      matrices[m]->data = in.experts[e].data[m].data(), matrices[m]->scale = in.experts[e].scale[m].data();
-      matrices[m]->type = in.type;
-      matrices[m]->extents[0] = m == 2 ? width : in.g.expert_hidden;
-      matrices[m]->extents[1] = m == 2 ? in.g.expert_hidden : width;
-    }
-  }
-  const auto latent = converted<T>(in.latent);
-  const auto weights = converted<typename P::accumulator>(in.weights);
-  std::vector<T> out(in.rows * width);
-  k3::MoeWorkspace<P> workspace(in.g, in.rows);
-  mix_routed_experts(
-      k3::host{}, in.g, k3::view(latent.data(), in.rows, width), k3::view(in.ids.data(), in.rows, size{in.g.top_k}),
-      k3::view(weights.data(), in.rows, size{in.g.top_k}), experts, workspace, k3::view(out.data(), in.rows, width));
-  return out;
-}
-
-template <class Got, class Want>
-double relative_l2(const Got& got, const Want& want) {
-  double error = 0, norm = 0;
-  for (size i = 0; i < want.size(); ++i) {
-    const double g = static_cast<double>(got[i]), w = static_cast<double>(want[i]);
-    error += (g - w) * (g - w), norm += w * w;
-  }
-  return norm > 0 ? std::sqrt(error / norm) : std::sqrt(error);
-}
-
-template <class X>
-MoeInputs<X> rows_of(const MoeInputs<X>& in, size first, size count) {
-  MoeInputs<X> part = in;
-  const auto take = [&](auto& values, size columns) {
-    values.assign(values.begin() + static_cast<long>(first * columns),
-                  values.begin() + static_cast<long>((first + count) * columns));
-  };
-  part.rows = count;
-  take(part.latent, moe_expert_width(in.g));
-  take(part.ids, in.g.top_k);
-  take(part.weights, in.g.top_k);
-  return part;
-}
-
-template <class X>
-std::vector<X> row_of(const std::vector<X>& values, size row, size width) {
-  return {values.begin() + static_cast<long>(row * width), values.begin() + static_cast<long>((row + 1) * width)};
-}
-
-LatentMoeConfig geometry(size width, size expert_hidden, size experts, size k) {
-  return {width, 0, expert_hidden, experts, k, 0, {}, false, true, 1.0f};
-}
-
-size total(const std::vector<size>& counts) {
-  size sum = 0;
-  for (size c : counts) sum += c;
-  return sum;
-}
 
 }  // namespace
 
@@ -482,6 +304,70 @@ TEMPLATE_TEST_CASE("Every E2M1 code with every E8M0 scale is exact on the device
         REQUIRE(static_cast<double>(static_cast<float>(got.out[i])) == want);
       }
     }
+}
+
+TEST_CASE("Repacking experts is lossless and puts every bit where the layout says", "[cuda][moe]") {
+  const LatentMoeConfig g = geometry(256, 512, 1, 1);
+  ExpertBytes expert = k3::test::random_experts(g, ElementType::mxfp4, 61)[0];
+  // every code at every place of a word, and every scale
+  for (size i = 0; i < 16 * 4; ++i) expert.data[0][i] = static_cast<unsigned char>(i / 4 * 0x11);
+  for (size i = 0; i < 256; ++i) expert.scale[0][i] = static_cast<unsigned char>(i);
+  const auto got = k3::test::repack_on_device(g, expert);
+  for (size m = 0; m < 3; ++m) {
+    CHECK(got.restored.data[m] == expert.data[m]);
+    CHECK(got.restored.scale[m] == expert.scale[m]);
+    // bits of a pair's two codes in a packed word: signs, then the others from the highest
+    const unsigned places[4][2][4] = {{{15, 8, 7, 6}, {31, 24, 23, 22}},
+                                      {{11, 4, 3, 2}, {27, 20, 19, 18}},
+                                      {{5, 30, 29, 28}, {21, 14, 13, 12}},
+                                      {{9, 10, 1, 0}, {25, 26, 17, 16}}};
+    const size columns = m == 2 ? 512 : 256, rows = m == 2 ? 256 : 512;
+    size wrong = 0;
+    for (size row = 0; row < rows; ++row)
+      for (size k = 0; k < columns; ++k) {
+        const size piece = row / 8 * (columns / 256) + k / 256, lane = row % 8 * 4 + k / 32 % 4, step = k / 128 % 2;
+        const unsigned char* const at = &got.packed.data[m][piece * 1024 + step * 512 + lane * 16 + k % 32 / 8 * 4];
+        const unsigned word = at[0] | at[1] << 8 | at[2] << 16 | static_cast<unsigned>(at[3]) << 24;
+        const unsigned(&place)[4] = places[k % 4][k % 8 / 4];
+        unsigned code = 0;
+        for (unsigned bit : place) code = code << 1 | (word >> bit & 1);
+        wrong += code != (expert.data[m][(row * columns + k) / 2] >> k % 2 * 4 & 15u);
+        wrong += got.packed.scale[m][piece * 64 + lane * 2 + step] != expert.scale[m][(row * columns + k) / 32];
+      }
+    CHECK(wrong == 0);
+  }
+  CHECK(k3::test::repack_on_device(g, expert, 4).packed.data[0].empty());
+  const LatentMoeConfig narrow = geometry(128, 256, 1, 1);
+  CHECK(k3::test::repack_on_device(narrow, k3::test::random_experts(narrow, ElementType::mxfp4, 62)[0])
+            .packed.data[0]
+            .empty());
+}
+
+TEMPLATE_TEST_CASE("Packed experts give the bits of released ones", "[cuda][moe]", float, bf16) {
+  struct Shape {
+    size width, hidden, rows;
+  };
+  for (const Shape s : {Shape{256, 256, 3}, {512, 256, 33}, {256, 768, 40}, {3584, 3072, 11}, {4096, 256, 2}}) {
+    if (s.width > 1000 && (k3::test::small_only() || std::is_same_v<TestType, float>)) continue;
+    CAPTURE(s.width, s.hidden, s.rows);
+    auto in = random_problem<TestType>(geometry(s.width, s.hidden, 7, 3), ElementType::mxfp4, s.rows, 71);
+    // one expert with scales that need the second product, one that nobody has
+    for (size i = 0; i < in.experts[2].scale[2].size(); i += 5) in.experts[2].scale[2][i] = 131;
+    in.experts[6].absent = true;
+    for (auto& e : in.ids) e = e == 6 ? 5 : e;
+    const auto released = mix_experts_on_device(in), packed = mix_experts_on_device(in, {.packed = true});
+    REQUIRE(packed.out.size() == released.out.size());
+    check(same_bits(packed.out, released.out));
+    CHECK(packed.expert_rows == released.expert_rows);
+    check(same_bits(mix_experts_on_device(in, {.graph = true, .packed = true}).out, released.out));
+    check(same_bits(mix_experts_on_device(in, {.packed = true, .restored = true}).out, released.out));
+    for (const size row : {size{0}, s.rows - 1})
+      check(same_bits(mix_experts_on_device(rows_of(in, row, 1), {.packed = true}).out,
+                      row_of(released.out, row, s.width)));
+    auto crowded = in;  // all rows on the same experts
+    for (size i = 0; i < crowded.ids.size(); ++i) crowded.ids[i] = static_cast<k3::id>(i % 3);
+    check(same_bits(mix_experts_on_device(crowded, {.packed = true}).out, mix_experts_on_device(crowded).out));
+  }
 }
 
 TEST_CASE("The device's router and experts refuse what does not fit", "[cuda][moe]") {

@@ -5,8 +5,8 @@
 #include <k3/ops/rms_norm.hpp>
 
 #include "cuda/device_test.hpp"
-#include "cuda/row_ops_device.hpp"
 #include "cuda/random_numbers.hpp"
+#include "cuda/row_ops_device.hpp"
 
 using namespace k3;
 using namespace k3::test;
@@ -118,6 +118,8 @@ TEST_CASE("the device's AttnRes mixture and norm agree with the host's") {
           const MixResult shifted = device_attnres_norm(other, c);
           check(same_bits(shifted.out, got.out));
           check(same_bits(shifted.probs, got.probs));
+          c.only_out = true;
+          check(same_bits(device_attnres_norm(call, c).out, got.out));
           other = call, other.replays = 3;
           check(same_bits(device_attnres_norm(other, c).out, got.out));
         }
@@ -125,17 +127,39 @@ TEST_CASE("the device's AttnRes mixture and norm agree with the host's") {
 }
 
 TEST_CASE("a row of the device's AttnRes mixture has the same bits in any batch") {
-  for (const size hidden : {size{40}, size{2048}, size{10000}}) {
+  // At 7168 a row has 4, 2 or 1 blocks, by the number of rows.
+  for (const size hidden : {size{40}, size{2048}, size{7168}, size{8190}, size{10000}}) {
     if (small_only() && hidden > 100) continue;
-    const MixCase all = mix_case(8, 128, hidden, true);
+    MixCase all = mix_case(8, 128, hidden, true);
+    all.mix = hidden == 2048 ? 0.25f : 1.0f;
     const MixResult want = device_attnres_norm(call_of(true), all);
-    for (const size rows : sizes{1, 2, 7, 8, 9, 33})
+    for (const size rows : sizes{1, 2, 7, 8, 9, 16, 17, 33, 34, 66, 67})
       for (const size from : {size{0}, 128 - rows}) {
         CAPTURE(hidden, rows, from);
         const MixResult got = device_attnres_norm(call_of(true), some_rows(all, from, rows));
         check(same_bits(got.out, first_rows(want.out, from, rows, hidden)));
         check(same_bits(got.probs, first_rows(want.probs, from, rows, 9)));
+        MixCase plain = some_rows(all, from, rows);
+        plain.only_out = true;
+        check(same_bits(device_attnres_norm(call_of(true), plain).out, got.out));
       }
+  }
+}
+
+TEST_CASE("sampled rows of the released width: the device's mixtures of 1 to 10 sources agree with double") {
+  if (small_only()) return;
+  const size hidden = 7168, rows = 70;
+  for (const size stored : sizes{0, 1, 4, 8, 9}) {
+    const MixCase all = mix_case(stored, rows, hidden, true);
+    for (const size count : sizes{1, 30, 70}) {
+      const MixResult got = device_attnres_norm(call_of(true), some_rows(all, 0, count));
+      for (const size row : {size{0}, count / 2, count - 1}) {
+        CAPTURE(stored, count, row);
+        const MixWant want = host_mix(some_rows(all, row, 1));
+        check(compare(first_rows(got.mixed, row, 1, hidden), want.mixed, 2e-5, 0, true));
+        check(compare(first_rows(got.out, row, 1, hidden), want.out, 1.0 / 200, 1e-4, false));
+      }
+    }
   }
 }
 
@@ -152,7 +176,7 @@ TEST_CASE("NaN stays in its row of the device's norms") {
 
 TEST_CASE("the device's arg-max agrees with the host's") {
   for (const size count : sizes{1, 2, 255, 4096, 4097, 50001, 163840})
-    for (const size rows : sizes{1, 2, 9}) {
+    for (const size rows : sizes{1, 2, 9, 40}) {
       if (small_only() && count > 5000) continue;
       CAPTURE(count, rows);
       auto logits = numbers(rows * count, static_cast<unsigned>(count + rows), true, 3.0);  // bf16 values: many ties
@@ -183,8 +207,9 @@ TEST_CASE("the device's arg-max on ties, zeros, infinities and NaN") {
   CHECK(got.ids == std::vector<id>{0, 0, 1, -1, 2, 3});
   CHECK(got.status == std::vector<unsigned>{0, 0, 0, static_cast<unsigned>(RowStatus::nan_logits), 0, 0});
   std::vector<float> wide(2 * 163840, 1.0f);
+  for (size i = 0; i < 9; ++i) wide[163840 + 163839 - 20000 * i] = 2.0f;  // ties in several blocks: the first
   wide[163839] = nan;
-  CHECK(device_argmax(RowCall{}, 2, 163840, wide).ids == std::vector<id>{-1, 0});
+  CHECK(device_argmax(RowCall{}, 2, 163840, wide).ids == std::vector<id>{-1, 3839});
 }
 
 TEST_CASE("the device's embedding copies rows and guards ids") {

@@ -21,7 +21,8 @@ def check_output(root, programs, block):
         return f"{name} ended with {result.returncode}: {result.stderr}"
     if result.stdout == block.text:
         return None
-    return "\n".join(difflib.unified_diff(block.text.splitlines(), result.stdout.splitlines(), "page", name, lineterm=""))
+    shown, printed = block.text.splitlines(), result.stdout.splitlines()
+    return "\n".join(difflib.unified_diff(shown, printed, "page", name, lineterm=""))
 
 
 def check_commands(root, block):
@@ -30,7 +31,8 @@ def check_commands(root, block):
             (Path(folder) / name).symlink_to(root / name)
         # The pages say g++; another compiler of the build stands in where there is none.
         stand_in = 'g++() { $CXX "$@"; }\n' if not shutil.which("g++") and os.environ.get("CXX") else ""
-        result = subprocess.run(["bash", "-euc", stand_in + block.text], cwd=folder, capture_output=True, text=True, check=False)
+        command = ["bash", "-euc", stand_in + block.text]
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return f"ended with {result.returncode}: {result.stdout}{result.stderr}" if result.returncode != 0 else None
 
 

@@ -103,11 +103,14 @@ def check_planted():
         for name in ("docs", "examples"):
             (root / name).mkdir()
         (root / "examples" / "a.cpp").write_text("  // example-begin a\n  int a = 1;\n  // example-end a\n// <= 1e-6\n")
-        (root / "README.md").write_text("```cpp example=a\nint a = 1;\n```\n```cpp examples/a.cpp\nint   a\n// ...\n1;\n```\n"
+        (root / "README.md").write_text("```cpp example=a\nint a = 1;\n```\n"
+                                        "```cpp examples/a.cpp\nint   a\n// ...\n1;\n```\n"
                                         "[a](examples/a.cpp)\n| [a](examples/a.cpp) | 1e-6 |\n")
         assert list(problems(root)) == [], "a correct page was refused"
-        (root / "docs" / "bad.md").write_text("```cpp example=a\nint a = 2;\n```\n```cpp examples/a.cpp\nint b\n```\n```cpp\nx\n```\n"
-                                              "[a](nowhere.md)\n| [a](../examples/a.cpp) | 1e-7 |\n```cpp example=b\n```\n```\n")
+        (root / "docs" / "bad.md").write_text("```cpp example=a\nint a = 2;\n```\n"
+                                              "```cpp examples/a.cpp\nint b\n```\n```cpp\nx\n```\n"
+                                              "[a](nowhere.md)\n| [a](../examples/a.cpp) | 1e-7 |\n"
+                                              "```cpp example=b\n```\n```\n")
         found = len(list(problems(root)))
         assert found == 7, f"{found} of 7 planted mistakes were noticed"
 

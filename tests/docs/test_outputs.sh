@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Outputs shown in the documentation are what the programs print: see outputs.py. Called with the source root; K3_EXAMPLES
-# is the folder of the example programs.
+# Outputs shown in the documentation are what the programs print: see outputs.py. Called with the source root;
+# K3_EXAMPLES is the folder of the example programs.
 set -euo pipefail
 if [ ! -x "${K3_EXAMPLES-}/continue_text" ]; then
   echo "the examples are not built"

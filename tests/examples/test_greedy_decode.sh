@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The command line of greedy_decode: exit status, what goes where, and the form of its JSON. Called with the source root;
-# K3_EXAMPLES is the folder of the built programs.
+# The command line of greedy_decode: exit status, what goes where, and the form of its JSON. Called with the source
+# root; K3_EXAMPLES is the folder of the built programs.
 set -uo pipefail
 if [ ! -x "${K3_EXAMPLES-}/greedy_decode" ]; then
   echo "greedy_decode is not built"
@@ -61,8 +61,10 @@ same 'exit status with a full output' "$?" 1
 same 'what a full output gives' "$(grep -c 'standard output cannot be written' "$scratch/err")" 1
 "$program" --help >/dev/full 2>/dev/null
 same 'exit status of --help with a full output' "$?" 1
-same 'ids of a model without tokenizer' "$("$program" "$fixture" --ids 1,2 --max-new 010 --eos none 2>/dev/null | wc -w)" 10
-same 'tokens of --max-new 0' "$("$program" "$model" --ids 5 --max-new 0 --json 2>/dev/null)" '{"prompt":[5],"tokens":[],"stop":"max_new"}'
+same 'ids of a model without tokenizer' \
+  "$("$program" "$fixture" --ids 1,2 --max-new 010 --eos none 2>/dev/null | wc -w)" 10
+same 'tokens of --max-new 0' "$("$program" "$model" --ids 5 --max-new 0 --json 2>/dev/null)" \
+  '{"prompt":[5],"tokens":[],"stop":"max_new"}'
 
 "$program" "$model" --ids 5,17 --max-new 3 --json --logits 2>/dev/null >"$scratch/json"
 python3 - "$scratch/json" <<'END' || failures=$((failures + 1))
@@ -78,7 +80,8 @@ first = text[text.index("[[") + 2:text.index(",", text.index("[["))]
 assert 8 <= sum(c.isdigit() for c in first.split("e")[0].lstrip("-0.")) <= 9, first
 END
 first=$("$program" "$model" --ids 5,17 --max-new 3 --json 2>/dev/null | sed 's/.*"tokens":\[\([0-9]*\),.*/\1/')
-same 'a run that meets its end token' "$("$program" "$model" --ids 5,17 --max-new 3 --json --eos "7,$first" 2>/dev/null)" \
+same 'a run that meets its end token' \
+  "$("$program" "$model" --ids 5,17 --max-new 3 --json --eos "7,$first" 2>/dev/null)" \
   "{\"prompt\":[5,17],\"tokens\":[$first],\"stop\":\"eos\"}"
 
 echo "$checks checks, $failures failed"

@@ -22,6 +22,7 @@ int main() {
   situ_glu_rows<<<1, 1>>>(values, values + 1, values + 2, 1);
   if (cudaDeviceSynchronize() != cudaSuccess) return 1;
   const float difference = values[2] - k3::bf16(k3::situ_glu(1.0f, 2.0f, 4.0f, 25.0f));
-  std::printf("device: %g, difference to the host %g\n", static_cast<double>(values[2]), static_cast<double>(difference));
+  std::printf("device: %g, difference to the host %g\n", static_cast<double>(values[2]),
+              static_cast<double>(difference));
   return difference < 1e-2f && difference > -1e-2f ? 0 : 1;
 }

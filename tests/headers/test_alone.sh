@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Every header compiles on its own, warnings being errors, with the compiler of this build (test_two_units.sh has the others).
-# OpenMP is off here and on in the other tests.
+# Every header compiles on its own, warnings being errors, with the compiler of this build (test_two_units.sh has the
+# others). OpenMP is off here and on in the other tests.
 # shellcheck source=tests/headers/common.sh
 . "$(dirname "$0")/common.sh"
 root=$1
@@ -27,4 +27,22 @@ said=$(refused "$root" "$compiler")
 mkdir -p "$scratch/include/k3"
 printf '#pragma once\ninline std::string planted() { return {}; }\n' >"$scratch/include/k3/planted.hpp"
 [ -n "$(refused "$scratch" "$compiler")" ] || fail "a planted fault was not seen"
-echo "$({ headers "$root"; headers "$root" io; } | wc -l) headers compiled alone with $compiler"
+count=$({ headers "$root"; headers "$root" io; } | wc -l)
+echo "$count headers compiled alone with $compiler"
+have_nvcc || exit 0
+
+nvcc_refused() {  # root
+  # shellcheck disable=SC2016  # expanded by the inner shell
+  device_headers "$1" | xargs -P "$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)" -I '{}' bash -c '
+    . "$1"
+    printf "#include <%s>\n" "$3" | { nvcc_reads "$2" 2>&1 || echo refused; } |
+      awk -v header="$3" "NF && NR <= 15 { print header \": \" \$0 }"
+  ' one "$(dirname "$0")/common.sh" "$1" '{}'
+}
+said=$(nvcc_refused "$root")
+[ -z "$said" ] || fail "$said"
+rm "$scratch/include/k3/planted.hpp"
+printf '#pragma once\ninline std::string planted() { return {}; }\n' >"$scratch/include/k3/planted.cuh"
+mkdir -p "$scratch/kernels"
+[ -n "$(nvcc_refused "$scratch")" ] || fail "a planted fault was not seen by nvcc"
+echo "$(device_headers "$root" | wc -l) headers compiled alone with nvcc"

@@ -33,3 +33,21 @@ compile() {
 TIMEFORMAT='%3U %3S'
 best=$(for _ in 1 2 3; do { time compile; } 2>&1 | awk '{ printf "%.2f\n", $1 + $2 }'; done | sort -n | head -n 1)
 echo "note: a unit with only <k3/k3.hpp> compiles in $best s without optimisation (wanted: below 2) with $compiler"
+
+have_nvcc || exit 0
+
+# <k3/k3.cuh> reaches these, and all that <k3/k3.hpp> reaches.
+nvcc_reached() {  # root
+  echo '#include <k3/k3.cuh>' | nvcc -std=c++20 -I"$1/include" -I"$1/kernels" -M -x cu - | tr ' ' '\n' |
+    sed -nE 's#^.*/(include|kernels)/(k3/.*\.(hpp|cuh))$#\2#p' | sort -u
+}
+nvcc_forgotten() { comm -13 <(nvcc_reached "$1") <({ headers "$1"; device_headers "$1"; } | sort); }
+
+left=$(nvcc_forgotten "$root")
+[ -z "$left" ] || fail "not reached by <k3/k3.cuh>:
+$left"
+rm "$scratch/include/k3/core/planted.hpp"
+cp -R "$root/kernels" "$scratch/kernels"
+echo '#pragma once' >"$scratch/kernels/k3/kernels/planted.cuh"
+[ "$(nvcc_forgotten "$scratch")" = k3/kernels/planted.cuh ] || fail "a planted header was not missed by <k3/k3.cuh>"
+echo "<k3/k3.cuh> reaches every header"

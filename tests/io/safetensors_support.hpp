@@ -54,6 +54,13 @@ inline std::string read_file(const std::string& path) {
   return {std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>()};
 }
 
+/// Bytes that differ from place to place and from seed to seed.
+inline std::vector<std::uint8_t> pattern(size bytes, unsigned seed) {
+  std::vector<std::uint8_t> result(bytes);
+  for (size i = 0; i < bytes; ++i) result[i] = static_cast<std::uint8_t>((i * 37 + seed * 11 + 5) & 255u);
+  return result;
+}
+
 /// The eight bytes that tell a header's length.
 inline std::string length_bytes(std::uint64_t length) {
   std::string result;

@@ -33,7 +33,8 @@ std::vector<id> heldout_tokens() {
   return tokenizer().encode(text);
 }
 
-/// Mean negative log likelihood of tokens 1 to n-1, the first values, and how often the arg-max is the next arg-max of `best`.
+/// Mean negative log likelihood of tokens 1 to n-1, the first values, and how often the arg-max is the next arg-max of
+/// `best`.
 template <class P>
 struct Likelihood {
   double mean = 0;

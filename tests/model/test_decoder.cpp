@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One forward pass over many rows: the same bits as alone, whatever shares the batch, and faults that stay where they are.
+// One forward pass over many rows: the same bits as alone, whatever shares the batch, and faults that stay where they
+// are.
 
 #include <limits>
 
@@ -27,9 +28,7 @@ struct OwnedBatch {
   void add_tokens(const std::vector<id>& sequence, size first, size count, id slot) {
     for (size i = first; i < first + count; ++i) add(sequence[i], slot, i, i + 1 == first + count);
   }
-  DecoderBatch batch() const {
-    return {view(tokens), view(slots), view(positions), view(wanted)};
-  }
+  DecoderBatch batch() const { return {view(tokens), view(slots), view(positions), view(wanted)}; }
 };
 
 const K3CpuModel& small() {
@@ -113,7 +112,9 @@ TEST_CASE("cases 10, 46 and 50: sequences of a batch are computed as if alone, p
     if (i < 2) check(same_bits(logits[i], expected));
     CHECK(together.to_bytes(slots[i]) == alone);
   }
-  check(same_bits(after_seven, prefilled_logits<Fp32>(f.model, std::vector<id>(sequences[0].begin(), sequences[0].begin() + 7), 7, host{1})));
+  check(same_bits(
+      after_seven,
+      prefilled_logits<Fp32>(f.model, std::vector<id>(sequences[0].begin(), sequences[0].begin() + 7), 7, host{1})));
   CHECK(together.to_bytes(5) == idle);
 
   // Alternately, one token each (case 46).
@@ -127,7 +128,8 @@ TEST_CASE("cases 10, 46 and 50: sequences of a batch are computed as if alone, p
   std::vector<unsigned char> alone;
   prefilled_logits<Fp32>(f.model, sequences[1], 32, host{1}, &alone);
   CHECK(alternating.to_bytes(1) == alone);
-  const std::vector<id> beginning(sequences[0].begin(), sequences[0].begin() + static_cast<std::ptrdiff_t>(sequences[1].size()));
+  const std::vector<id> beginning(sequences[0].begin(),
+                                  sequences[0].begin() + static_cast<std::ptrdiff_t>(sequences[1].size()));
   prefilled_logits<Fp32>(f.model, beginning, 32, host{1}, &alone);
   CHECK(alternating.to_bytes(0) == alone);
 }
@@ -224,7 +226,8 @@ TEST_CASE("a cache of another geometry is refused, and the index of a logit row 
 
 TEST_CASE("cases 15 and 68: NaN stays in its sequence, is reported when the token is asked for, and marks the slot") {
   K3CpuModel model = synthetic_small();
-  for (size column = 0; column < 8; ++column) set_weight(model.weights.embed_tokens, 9, column, std::numeric_limits<float>::quiet_NaN());
+  for (size column = 0; column < 8; ++column)
+    set_weight(model.weights.embed_tokens, 9, column, std::numeric_limits<float>::quiet_NaN());
   Decoder<Fp32> decoder(host{1}, model, 8, 2);
   HybridCache<Fp32> cache = decoder.make_cache(2, 16);
   OwnedBatch mixed;
@@ -293,7 +296,12 @@ TEST_CASE("a decoder is not made for a model that lacks a weight, and names it")
   refused([](K3CpuModel& m) { m.weights.layers[1].experts = nullptr; }, "model.layers.1.block_sparse_moe.experts");
   refused([](K3CpuModel& m) { m.weights.lm_head = {}; }, "lm_head.weight");
   refused([](K3CpuModel& m) { m.weights.layers.pop_back(); }, "weights.layers");
-  refused([](K3CpuModel& m) { m.config.attn_res_block_size = 2; m.config.tie_word_embeddings = true; }, "lm_head");
+  refused(
+      [](K3CpuModel& m) {
+        m.config.attn_res_block_size = 2;
+        m.config.tie_word_embeddings = true;
+      },
+      "lm_head");
   CHECK_THROWS_AS(Decoder<Fp32>(host{1}, small(), 0, 1), invalid_argument);
   CHECK_THROWS_AS(Decoder<Fp32>(host{1}, small(), 2, 3), invalid_argument);
   Ablation beyond;

@@ -63,7 +63,8 @@ size check_inner_values(const Fixture& fixture, size rows) {
       wanted[row] = row;
     }
     const HostView<const id, 1> tokens = view(ids).slice(0, done, now);
-    decoder.forward(cache, {tokens, view(slots.data(), now), view(positions.data(), now), view(wanted.data(), now)}, Collector{seen});
+    decoder.forward(cache, {tokens, view(slots.data(), now), view(positions.data(), now), view(wanted.data(), now)},
+                    Collector{seen});
     for (const double value : elements(decoder.logits())) seen["logits"].push_back(value);
     done += now;
   }
@@ -79,7 +80,8 @@ size check_inner_values(const Fixture& fixture, size rows) {
       const size lora = fixture.model.config.mla.kv_lora_rank;
       for (size position = 0; position < count; ++position)
         for (size i = 0; i < mla->width(); ++i)
-          seen[prefix + (i < lora ? "mla_latent" : "mla_k_rope")].push_back(static_cast<double>(mla->row(0, position)[i]));
+          seen[prefix + (i < lora ? "mla_latent" : "mla_k_rope")].push_back(
+              static_cast<double>(mla->row(0, position)[i]));
     }
   }
   size compared = 0;
@@ -97,7 +99,8 @@ size check_inner_values(const Fixture& fixture, size rows) {
 }  // namespace
 
 TEST_CASE("reference checkpoints: tokens and logits with run-time geometry") {
-  const std::string name = GENERATE(from_range(std::vector<std::string>(std::begin(fixture_names), std::end(fixture_names))));
+  const std::string name =
+      GENERATE(from_range(std::vector<std::string>(std::begin(fixture_names), std::end(fixture_names))));
   const Fixture& f = fixture(name);
   const double fp32 = check_prompts<Fp32>(f, [&] { return Decoder<Fp32>(host{1}, f.model); });
   const double fp64 = check_prompts<Fp64>(f, [&] { return Decoder<Fp64>(host{1}, f.model); });
@@ -127,7 +130,8 @@ TEST_CASE("reference checkpoints: compile-time geometry gives the same bits as r
 }
 
 TEST_CASE("reference checkpoints: inner values") {
-  const std::string name = GENERATE(from_range(std::vector<std::string>(std::begin(fixture_names), std::end(fixture_names))));
+  const std::string name =
+      GENERATE(from_range(std::vector<std::string>(std::begin(fixture_names), std::end(fixture_names))));
   const Fixture& f = fixture(name);
   for (const size rows : {size{1}, size{7}, size{32}}) {
     CHECK(check_inner_values<Fp32>(f, rows) > 25);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Acceptance gates C1 to C7 on whole models, each also with the fault it must notice. (C5's and C6's formulas: tests/ops.)
+// Acceptance gates C1 to C7 on whole models, each also with the fault it must notice. (C5's and C6's formulas:
+// tests/ops.)
 
 #include <k3/model/synthetic.hpp>
 
@@ -18,17 +19,20 @@ struct Case {
 
 const std::vector<Case>& cases() {
   static const K3CpuModel tiny = synthetic_tiny(), small = synthetic_small();
-  static const std::vector<Case> all = {{"synthetic_tiny", &tiny, {1, 5, 2, 7, 3}},
-                                        {"synthetic_small", &small, {3, 14, 1, 5, 9, 2}},
-                                        {"k3-tiny-5l", &fixture("k3-tiny-5l").model, fixture("k3-tiny-5l").ids(2)},
-                                        {"k3-tiny-13l", &fixture("k3-tiny-13l").model, fixture("k3-tiny-13l").ids(2)},
-                                        {"kimi-linear-5l", &fixture("kimi-linear-5l").model, fixture("kimi-linear-5l").ids(2)}};
+  static const std::vector<Case> all = {
+      {"synthetic_tiny", &tiny, {1, 5, 2, 7, 3}},
+      {"synthetic_small", &small, {3, 14, 1, 5, 9, 2}},
+      {"k3-tiny-5l", &fixture("k3-tiny-5l").model, fixture("k3-tiny-5l").ids(2)},
+      {"k3-tiny-13l", &fixture("k3-tiny-13l").model, fixture("k3-tiny-13l").ids(2)},
+      {"kimi-linear-5l", &fixture("kimi-linear-5l").model, fixture("kimi-linear-5l").ids(2)}};
   return all;
 }
 
 const host one_thread{1};
 
-Decoder<Fp32> decoder_for(const Case& c, const Ablation& ablation = {}) { return Decoder<Fp32>(one_thread, *c.model, 8, 1, ablation); }
+Decoder<Fp32> decoder_for(const Case& c, const Ablation& ablation = {}) {
+  return Decoder<Fp32>(one_thread, *c.model, 8, 1, ablation);
+}
 
 void take(Decoder<Fp32>& decoder, HybridCache<Fp32>& cache, id token) {
   const id slot = 0;
@@ -82,7 +86,8 @@ TEST_CASE("C1: greedy tokens of the references, and two faults that change them"
       moved_by_mix += run(no_mix) != expected;
       moved_by_expert += run(forced) != expected;
     }
-    INFO(name << ": prompts moved by attnres_mix = 0: " << moved_by_mix << ", by force_expert = 0: " << moved_by_expert);
+    INFO(name << ": prompts moved by attnres_mix = 0: " << moved_by_mix
+              << ", by force_expert = 0: " << moved_by_expert);
     CHECK(moved_by_expert == 3);
     CHECK(moved_by_mix == (f.model.config.attn_res_block_size > 0 ? 3 : 0));
   }

@@ -41,7 +41,8 @@ TEST_CASE("case 71: the first end token met ends the text and is its last token"
   Decoder<Fp32> decoder(host{1}, f.model, 3, 1);
   HybridCache<Fp32> cache = decoder.make_cache(1, 64);
   std::vector<id> seen;
-  const auto again = greedy_decode(decoder, cache, 0, view(ids), {10, {generated[2]}}, [&](id token) { seen.push_back(token); });
+  const auto again =
+      greedy_decode(decoder, cache, 0, view(ids), {10, {generated[2]}}, [&](id token) { seen.push_back(token); });
   CHECK(again.tokens == result.tokens);
   CHECK(seen == result.tokens);
   CHECK(cache.position(0) == ids.size() + 2);

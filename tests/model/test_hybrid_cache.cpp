@@ -36,7 +36,8 @@ std::vector<double> step(HybridCache<Fp32>& cache, size slot, id token) {
 }  // namespace
 
 TEST_CASE("HybridCache: the kinds of its layers follow the graph") {
-  const HybridCache<Fp32> cache = HybridCache<Fp32>::from_graph(model().graph, model().config.kda, model().config.mla, 2, 16);
+  const HybridCache<Fp32> cache =
+      HybridCache<Fp32>::from_graph(model().graph, model().config.kda, model().config.mla, 2, 16);
   CHECK(cache.layers() == 8);
   for (size layer = 0; layer < 8; ++layer) {
     CHECK((cache.kda(layer) != nullptr) == (layer % 4 != 3));
@@ -46,7 +47,8 @@ TEST_CASE("HybridCache: the kinds of its layers follow the graph") {
   CHECK(cache.mla(8) == nullptr);
   CHECK_THROWS_AS(HybridCache<Fp32>(model().graph, model().config.kda, model().config.mla, 0, 16), invalid_argument);
   CHECK_THROWS_AS(HybridCache<Fp32>(model().graph, model().config.kda, model().config.mla, 1, 0), invalid_argument);
-  CHECK_THROWS_AS(HybridCache<Fp32>(model().graph, model().config.kda, model().config.mla, ~size{0} / 4, 16), invalid_argument);
+  CHECK_THROWS_AS(HybridCache<Fp32>(model().graph, model().config.kda, model().config.mla, ~size{0} / 4, 16),
+                  invalid_argument);
   CHECK_THROWS_AS(cache.position(2), invalid_argument);
 }
 
@@ -74,7 +76,8 @@ TEST_CASE("cache bytes: cut anywhere, lengthened or changed in the header, they 
   std::vector<unsigned char> longer = bytes;
   longer.push_back(0);
   CHECK_THROWS_AS(target.from_bytes(0, longer), format_error);
-  // Every byte of the header, the first tag and the first count, with every value that differs: an error of the library, always.
+  // Every byte of the header, the first tag and the first count, with every value that differs: an error of the
+  // library, always.
   size refused = 0, accepted = 0;
   for (size at = 0; at < 8 + 4 + 4 + 8 + 8 + 1 + 8; ++at)
     for (int value = 0; value < 256; value += 5) {

@@ -298,3 +298,37 @@ TEST_CASE("softmax weights are rounded for the value product but not for their s
     check(compare(out, want, 2e-6, 0, true));
   }
 }
+
+TEST_CASE("mla_append agrees with double, and copies the key part", "[mla]") {
+  constexpr double bound = 6e-7;
+  double worst = 0;
+  for (const size rank : {size{1}, size{6}, size{127}, size{512}}) {
+    const MlaConfig g = mla_geometry_of(1, 2, 64, 2, rank, false);
+    const size rows = 300, width = mla_cache_width(g);
+    for (const double scale : {1e-4, 1.0, 300.0}) {
+      const auto kv_a = converted<float>(random_normal(rows * width, static_cast<std::uint32_t>(rank), scale));
+      const auto norm = converted<float>(random_normal(rank, 99, 0.5));
+      std::vector<id> slots(rows, 0), positions(rows);
+      for (size r = 0; r < rows; ++r) positions[r] = static_cast<id>(r);
+      MlaKv<float> kv(g, 1, rows);
+      mla_append(host{}, g, view(kv_a, rows, width), view(norm), 1e-6f, view(slots), view(positions), kv.view());
+      for (size r = 0; r < rows; ++r) {
+        double squares = 0;
+        const float *from = kv_a.data() + r * width, *row = kv.row(0, r);
+        for (size i = 0; i < rank; ++i) squares += static_cast<double>(from[i]) * static_cast<double>(from[i]);
+        const double root = std::sqrt(squares / static_cast<double>(rank) + static_cast<double>(1e-6f));
+        for (size i = 0; i < rank; ++i) {
+          const double want = static_cast<double>(from[i]) / root * static_cast<double>(norm[i]);
+          const double got = static_cast<double>(row[i]), error = std::fabs(got - want) / std::fabs(want);
+          worst = std::max(worst, error);
+          if (error > bound)
+            FAIL_CHECK("row " << r << ", element " << i << " of " << rank << ", scale " << scale << ": " << got
+                              << " for " << want << ", relative " << error << ", bound " << bound);
+        }
+        for (size i = rank; i < width; ++i) REQUIRE(row[i] == from[i]);
+      }
+    }
+  }
+  INFO("worst relative error " << worst);
+  CHECK(worst > 0);
+}

@@ -13,8 +13,8 @@ check_programs "$scratch/out"
 
 # Requests that this version cannot serve are refused, with and without the component that is there.
 for request in '0.2' '1.0' '0.1 COMPONENTS nothing'; do
-  sed "s|find_package(k3 0.1 REQUIRED)|find_package(k3 $request REQUIRED)|" "$root/examples/consumers/cmake/CMakeLists.txt" \
-    >"$scratch/consumers/cmake/CMakeLists.txt"
+  sed "s|find_package(k3 0.1 REQUIRED)|find_package(k3 $request REQUIRED)|" \
+    "$root/examples/consumers/cmake/CMakeLists.txt" >"$scratch/consumers/cmake/CMakeLists.txt"
   if cmake -G Ninja -S "$scratch/consumers/cmake" -B "$scratch/refused" -DCMAKE_PREFIX_PATH="$scratch/moved here" \
     >"$scratch/output" 2>&1; then
     fail "find_package(k3 $request) should have failed"

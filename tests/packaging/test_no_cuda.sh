@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Without a CUDA compiler on the path the default configuration succeeds, builds and runs; asking for CUDA is then an error.
+# Without a CUDA compiler on the path the default configuration succeeds, builds and runs; asking for CUDA is then an
+# error.
 # shellcheck source=tests/packaging/common.sh
 . "$(dirname "$0")/common.sh"
 

@@ -10,7 +10,8 @@ export PKG_CONFIG_PATH=$scratch/moved/share/pkgconfig
 cp -R "$root/examples/consumers" "$scratch/consumers"
 quietly "$scratch/consumers/pkgconfig/build.sh"
 check_programs "$scratch/consumers/pkgconfig"
-[ "$(pkg-config --modversion k3)" = "$(sed -n "s/^  version: '\(.*\)',/\1/p" "$root/meson.build")" ] || fail "k3.pc has another version"
+version=$(sed -n "s/^  version: '\(.*\)',/\1/p" "$root/meson.build")
+[ "$(pkg-config --modversion k3)" = "$version" ] || fail "k3.pc has another version"
 case $(pkg-config --cflags k3) in
   *nlohmann* | *onig*) fail "k3 alone must not need the libraries of k3-io" ;;
 esac

@@ -7,8 +7,8 @@
 while IFS= read -r compiler; do
   for level in -O0 -O2; do
     # shellcheck disable=SC2086  # a compiler may come with arguments
-    quietly $compiler -std=c++20 $level -Wall -Wextra -Werror -I"$root/include" "$root/examples/consumers/rms_norm.cpp" \
-      -o "$scratch/rms_norm"
+    quietly $compiler -std=c++20 $level -Wall -Wextra -Werror -I"$root/include" \
+      "$root/examples/consumers/rms_norm.cpp" -o "$scratch/rms_norm"
     "$scratch/rms_norm" >/dev/null || fail "$compiler $level: wrong result"
   done
   # shellcheck disable=SC2086

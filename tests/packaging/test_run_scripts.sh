@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# What examples/run.sh and tests/run.sh do before they build: they name and install what is missing, and configure a build
-# folder that is new, in use, broken or somebody else's.
+# What examples/run.sh and tests/run.sh do before they build: they name and install what is missing, and configure a
+# build folder that is new, in use, broken or somebody else's.
 # shellcheck source=tests/packaging/common.sh
 . "$(dirname "$0")/common.sh"
 
@@ -46,7 +46,8 @@ stand_in sudo 'exec "$@"'
 stand_in apt-get "echo \"\$*\" >>'$scratch/asked'"
 if on_machine "$root/tests/run.sh"; then fail "succeeded although apt-get installed nothing"; fi
 said 'still missing after the installation'
-grep -qx -- "install -y -qq --no-install-recommends $everything catch2" "$scratch/asked" || fail "apt-get was asked: $(cat "$scratch/asked")"
+grep -qx -- "install -y -qq --no-install-recommends $everything catch2" "$scratch/asked" ||
+  fail "apt-get was asked: $(cat "$scratch/asked")"
 
 # A Meson that is too old counts as missing, one that is new enough does not.
 new_machine
@@ -71,7 +72,10 @@ done
 k3_find_missing catch2
 [ ${#k3_missing[@]} = 0 ] || fail "missing on this machine, or not recognised: ${k3_missing[*]}"
 configure() { k3_configure "$root" "$build" -Dcuda=disabled -Dtests=disabled -Dexamples=disabled; }
-configured() { (configure) >"$scratch/said" 2>&1 || fail "$1: $(cat "$scratch/said")"; [ -f "$build/build.ninja" ] || fail "$1"; }
+configured() {
+  (configure) >"$scratch/said" 2>&1 || fail "$1: $(cat "$scratch/said")"
+  [ -f "$build/build.ninja" ] || fail "$1"
+}
 
 build="$scratch/new folder/build"
 configured 'a new folder'

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Host standards newer than C++20, or with GNU extensions, configure and build, with nvcc too where it is; C++17 stops the
-# configuration with one sentence that names C++20.
+# Host standards newer than C++20, or with GNU extensions, configure and build, with nvcc too where it is; C++17 stops
+# the configuration with one sentence that names C++20.
 # shellcheck source=tests/packaging/common.sh
 . "$(dirname "$0")/common.sh"
 
@@ -15,15 +15,16 @@ fi
 for standard in -Dcpp_std=gnu++20 '-Dcpp_std=none -Dcpp_args=-std=gnu++23'; do
   read -r -a options <<<"$standard"
   build=$scratch/${standard##*=}
-  quietly meson setup "$build" "$root" "${options[@]}" -Dcuda_std=c++20 -Dcuda=$cuda -Dtests=enabled -Dexamples=disabled \
-    -Dbench=disabled -Dbuildtype=debug
+  quietly meson setup "$build" "$root" "${options[@]}" -Dcuda_std=c++20 -Dcuda=$cuda -Dtests=enabled \
+    -Dexamples=disabled -Dbench=disabled -Dbuildtype=debug
   quietly meson compile -C "$build" "${targets[@]}"
   quietly "$build/tests/headers_version"
 done
 
 refused() {  # option...
   local said
-  if said=$(meson setup "$scratch/refused" "$root" -Dtests=disabled -Dexamples=disabled -Dbench=disabled "$@" 2>&1); then
+  if said=$(meson setup "$scratch/refused" "$root" -Dtests=disabled -Dexamples=disabled -Dbench=disabled "$@" \
+    2>&1); then
     fail "$* should have stopped the configuration"
   fi
   rm -rf "$scratch/refused"

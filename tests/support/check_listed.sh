@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# check_listed.sh TESTS_DIR FILE...: fails where a test_*.cpp or test_*.sh below TESTS_DIR is not one of the FILEs, which would never run.
+# check_listed.sh TESTS_DIR FILE...: fails where a test_*.cpp or test_*.sh below TESTS_DIR is not one of the FILEs,
+# which would never run.
 set -euo pipefail
 tests=$1
 shift
 
 unlisted() {  # folder
-  comm -23 <(cd "$1" && find . -name 'test_*.cpp' -o -name 'test_*.sh' | sed 's|^\./||' | sort) <(printf '%s\n' "${@:2}" | sort)
+  comm -23 <(cd "$1" && find . -name 'test_*.cpp' -o -name 'test_*.sh' | sed 's|^\./||' | sort) \
+    <(printf '%s\n' "${@:2}" | sort)
 }
 
 left=$(unlisted "$tests" "$@")

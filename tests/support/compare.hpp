@@ -32,7 +32,8 @@ Comparison compare(const Got& got, const Want& want, double relative, double abs
   }
   double largest = 0;
   for (std::size_t i = 0; i < want.size(); ++i)
-    if (std::isfinite(static_cast<double>(want[i]))) largest = std::max(largest, std::abs(static_cast<double>(want[i])));
+    if (std::isfinite(static_cast<double>(want[i])))
+      largest = std::max(largest, std::abs(static_cast<double>(want[i])));
   std::size_t at = 0;
   double worst_ratio = -1;
   for (std::size_t i = 0; i < want.size(); ++i) {
@@ -53,9 +54,10 @@ Comparison compare(const Got& got, const Want& want, double relative, double abs
   if (worst_ratio < 0)
     text << "all " << want.size() << " elements equal";
   else
-    text << "worst of " << want.size() << " elements is [" << at << "]: got " << static_cast<double>(got[at]) << ", want "
-         << static_cast<double>(want[at]) << ", relative " << result.worst << (of_largest ? " of the largest" : "")
-         << ", bound " << relative << " relative + " << absolute << " absolute";
+    text << "worst of " << want.size() << " elements is [" << at << "]: got " << static_cast<double>(got[at])
+         << ", want " << static_cast<double>(want[at]) << ", relative " << result.worst
+         << (of_largest ? " of the largest" : "") << ", bound " << relative << " relative + " << absolute
+         << " absolute";
   result.text = text.str();
   return result;
 }
@@ -97,8 +99,10 @@ std::vector<To> converted(const From& values) {
   std::vector<To> result;
   result.reserve(values.size());
   for (const auto& value : values) {
-    if constexpr (std::is_arithmetic_v<To>) result.push_back(static_cast<To>(static_cast<double>(value)));
-    else result.push_back(To(static_cast<double>(value)));
+    if constexpr (std::is_arithmetic_v<To>)
+      result.push_back(static_cast<To>(static_cast<double>(value)));
+    else
+      result.push_back(To(static_cast<double>(value)));
   }
   return result;
 }

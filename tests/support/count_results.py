@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """count_results.py TESTLOG: counts what a `meson test` run did and closes with `N passed, N failed`.
 
-TESTLOG is Meson's testlog.json, one JSON object a line. A program with K3_TEST_COUNTS=cases in its environment counts with
-its test cases, read from the summary that Catch2 prints; anything else counts as one. Exit 0 only where something passed and nothing failed.
+TESTLOG is Meson's testlog.json, one JSON object a line. A program with K3_TEST_COUNTS=cases in its environment counts
+with its test cases, read from the summary that Catch2 prints; anything else counts as one. Exit 0 only where something
+passed and nothing failed.
 """
 
 import json

@@ -6,7 +6,8 @@
 
 namespace k3::test {
 
-/// Path of a file below tests/data; K3_TEST_DATA names that folder when the tests run from elsewhere than the source root.
+/// Path of a file below tests/data; K3_TEST_DATA names that folder when the tests run from elsewhere than the source
+/// root.
 inline std::string data_path(const std::string& name) {
   const char* root = std::getenv("K3_TEST_DATA");
   return std::string(root ? root : "tests/data") + "/" + name;

@@ -20,7 +20,8 @@ struct Fixture {
   std::shared_ptr<const Safetensors> inner;  ///< values inside the forward pass of the third prompt
 
   explicit Fixture(const std::string& fixture_name)
-      : name(fixture_name), model(from_pretrained(data_path(name))),
+      : name(fixture_name),
+        model(from_pretrained(data_path(name))),
         expected(read_json_file(data_path(name) + "/expected.json")),
         inner(std::make_shared<const Safetensors>(open_safetensors(data_path(name) + "/expected.safetensors"))) {}
 
@@ -48,12 +49,12 @@ struct Fixture {
   }
 };
 
-/// Fixtures are read once per test program.
-inline const Fixture& fixture(const std::string& name) {
+/// Fixtures are read once per test program. (The name is a value: GCC 13 takes a reference for one to a temporary.)
+inline const Fixture& fixture(std::string_view name) {
   static std::vector<std::unique_ptr<Fixture>> opened;
   for (const auto& one : opened)
     if (one->name == name) return *one;
-  opened.push_back(std::make_unique<Fixture>(name));
+  opened.push_back(std::make_unique<Fixture>(std::string(name)));
   return *opened.back();
 }
 
@@ -72,6 +73,8 @@ std::vector<double> elements(const V& v) {
 
 /// The tolerances that go with the reference values: of the largest magnitude of the row or tensor.
 template <class P>
-constexpr double reference_tolerance() { return std::is_same_v<P, Fp64> ? 1e-6 : 2e-4; }
+constexpr double reference_tolerance() {
+  return std::is_same_v<P, Fp64> ? 1e-6 : 2e-4;
+}
 
 }  // namespace k3::test

@@ -3,7 +3,8 @@
 
 #include <k3/geometry/decoder_geometry.hpp>
 
-/// The geometries of the checkpoints in tests/data at compile time, to run them through the same code as the run-time ones.
+/// The geometries of the checkpoints in tests/data at compile time, to run them through the same code as the run-time
+/// ones.
 namespace k3::test {
 
 namespace tiny_5l {

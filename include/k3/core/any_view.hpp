@@ -27,7 +27,9 @@ struct AnyView {
   }
   AnyView(const Mxfp4Matrix<Space>& matrix)
     requires(Rank == 2)
-      : data(matrix.packed.data), scale(matrix.scale.data), type(ElementType::mxfp4),
+      : data(matrix.packed.data),
+        scale(matrix.scale.data),
+        type(ElementType::mxfp4),
         extents{matrix.rows(), matrix.columns()} {
     detail::require(matrix.packed.contiguous() && matrix.scale.contiguous(), "AnyView", "the weight", "strided",
                     "contiguous");
@@ -38,9 +40,12 @@ struct AnyView {
 
   template <class T>
   static constexpr ElementType element_type() {
-    if constexpr (std::is_same_v<T, double>) return ElementType::f64;
-    else if constexpr (std::is_same_v<T, float>) return ElementType::f32;
-    else return ElementType::bf16;
+    if constexpr (std::is_same_v<T, double>)
+      return ElementType::f64;
+    else if constexpr (std::is_same_v<T, float>)
+      return ElementType::f32;
+    else
+      return ElementType::bf16;
   }
 };
 
@@ -54,9 +59,12 @@ namespace detail {
 template <class T, size Rank, MemorySpace Space>
 View<const T, Rank, Space> typed_view(const AnyView<Rank, Space>& any) {
   const T* data = static_cast<const T*>(any.data);
-  if constexpr (Rank == 1) return dense_view<Space>(data, any.extents[0]);
-  else if constexpr (Rank == 2) return dense_view<Space>(data, any.extents[0], any.extents[1]);
-  else return dense_view<Space>(data, any.extents[0], any.extents[1], any.extents[2]);
+  if constexpr (Rank == 1)
+    return dense_view<Space>(data, any.extents[0]);
+  else if constexpr (Rank == 2)
+    return dense_view<Space>(data, any.extents[0], any.extents[1]);
+  else
+    return dense_view<Space>(data, any.extents[0], any.extents[1], any.extents[2]);
 }
 
 template <MemorySpace Space>
@@ -76,7 +84,8 @@ void require_shape(const char* operation, const char* argument, const AnyView<Ra
 
 }  // namespace detail
 
-/// f(View<const T, Rank>) with T the stored type F64, F32 or BF16. Throws invalid_argument for an absent or MXFP4 weight.
+/// f(View<const T, Rank>) with T the stored type F64, F32 or BF16. Throws invalid_argument for an absent weight
+/// and for MXFP4.
 template <size Rank, MemorySpace Space, class F>
 decltype(auto) visit(const AnyView<Rank, Space>& any, F&& f) {
   switch (any.type) {
@@ -85,8 +94,7 @@ decltype(auto) visit(const AnyView<Rank, Space>& any, F&& f) {
     case ElementType::bf16: return f(detail::typed_view<bf16>(any));
     default: break;
   }
-  throw invalid_argument("visit", "the weight", any.type == ElementType::none ? "absent" : "MXFP4",
-                         "F64, F32 or BF16");
+  throw invalid_argument("visit", "the weight", any.type == ElementType::none ? "absent" : "MXFP4", "F64, F32 or BF16");
 }
 
 /// As `visit`, for an `f` that takes an Mxfp4Matrix too.
@@ -99,9 +107,13 @@ namespace detail {
 
 /// f(typed view) for a typed view as for one whose type is known at run time: how operations take either.
 template <class V, class F>
-decltype(auto) with_typed(const V& weight, F&& f) { return f(weight); }
+decltype(auto) with_typed(const V& weight, F&& f) {
+  return f(weight);
+}
 template <size Rank, MemorySpace Space, class F>
-decltype(auto) with_typed(const AnyView<Rank, Space>& weight, F&& f) { return visit(weight, f); }
+decltype(auto) with_typed(const AnyView<Rank, Space>& weight, F&& f) {
+  return visit(weight, f);
+}
 
 }  // namespace detail
 }  // namespace k3

@@ -47,9 +47,13 @@ static_assert(sizeof(bf16) == 2);
 
 /// The type in which values of type T are multiplied and added: float for everything but double.
 template <class T>
-struct accumulator { using type = float; };
+struct accumulator {
+  using type = float;
+};
 template <>
-struct accumulator<double> { using type = double; };
+struct accumulator<double> {
+  using type = double;
+};
 template <class T>
 using accumulator_t = typename accumulator<T>::type;
 

@@ -22,7 +22,10 @@ class invalid_argument : public error {
   invalid_argument(const std::string& operation, const std::string& argument, const std::string& found,
                    const std::string& expected)
       : error(operation + ": " + argument + " is " + found + ", expected " + expected),
-        operation_(operation), argument_(argument), found_(found), expected_(expected) {}
+        operation_(operation),
+        argument_(argument),
+        found_(found),
+        expected_(expected) {}
 
   const std::string& operation() const noexcept { return operation_; }
   const std::string& argument() const noexcept { return argument_; }
@@ -42,7 +45,9 @@ class format_error : public error {
                std::uint64_t offset = no_offset)
       : error(path + ": " + (tensor.empty() ? "" : tensor + ": ") + what +
               (offset == no_offset ? "" : " (at byte " + std::to_string(offset) + ")")),
-        path_(path), tensor_(tensor), offset_(offset) {}
+        path_(path),
+        tensor_(tensor),
+        offset_(offset) {}
 
   const std::string& path() const noexcept { return path_; }
   const std::string& tensor() const noexcept { return tensor_; }
@@ -58,7 +63,9 @@ class cuda_error : public error {
  public:
   cuda_error(const std::string& operation, const std::string& call, int code, const std::string& description)
       : error(operation + ": " + call + " failed: " + description + " (" + std::to_string(code) + ")"),
-        operation_(operation), call_(call), code_(code) {}
+        operation_(operation),
+        call_(call),
+        code_(code) {}
 
   const std::string& operation() const noexcept { return operation_; }
   const std::string& call() const noexcept { return call_; }
@@ -76,13 +83,17 @@ inline std::string text_of(const std::string& value) { return value; }
 inline std::string text_of(bool value) { return value ? "true" : "false"; }
 template <class T>
   requires std::is_arithmetic_v<T>
-std::string text_of(T value) { return std::to_string(value); }
+std::string text_of(T value) {
+  return std::to_string(value);
+}
 template <class Make>
   requires std::is_invocable_r_v<std::string, Make>
-std::string text_of(const Make& make) { return make(); }
+std::string text_of(const Make& make) {
+  return make();
+}
 
-/// Throws invalid_argument unless `condition` holds. The texts are only made when it does not; one that has to be put together
-/// is given as a function, since these checks run before every token and must not allocate.
+/// Throws invalid_argument unless `condition` holds. The texts are only made when it does not; one that has to be put
+/// together is given as a function, since these checks run before every token and must not allocate.
 template <class Found, class Expected>
 void require(bool condition, const char* operation, const char* argument, const Found& found,
              const Expected& expected) {

@@ -39,8 +39,8 @@ inline int thread_count(const host& exec) noexcept {
 /// Below this many bytes of memory traffic a loop is not worth waking threads for (a few microseconds).
 inline constexpr size parallel_threshold_bytes = size{1} << 17;
 
-/// body(first, last) over a partition of [0, count) into chunks of whole `grain`s, by several threads where `bytes`, the
-/// whole loop's memory traffic, is worth it. The body must not throw and must give the same result for any partition.
+/// body(first, last) over a partition of [0, count) into chunks of whole `grain`s, by several threads where `bytes`,
+/// the whole loop's memory traffic, is worth it. The body must not throw and gives the same result for any partition.
 template <class Body>
 void parallel_chunks(const host& exec, size count, size grain, size bytes, Body&& body) {
   const size threads = static_cast<size>(thread_count(exec));

@@ -5,8 +5,8 @@
 
 namespace k3 {
 
-/// Which version of the host's vector code runs. `plain` is the readable reference, compiled for the build's own target;
-/// `avx2` (with FMA) and `avx512` give each other's bits, since all of them add in the same 64 lanes.
+/// Which version of the host's vector code runs. `plain` is the readable reference, compiled for the build's own
+/// target; `avx2` (with FMA) and `avx512` give each other's bits, since all of them add in the same 64 lanes.
 enum class Isa { plain, avx2, avx512 };
 
 /// The fastest version this processor can run. Asked once, then remembered.

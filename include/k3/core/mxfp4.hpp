@@ -36,7 +36,9 @@ K3_HOST_DEVICE constexpr std::uint8_t e2m1_encode(float value) {
 
 /// Value of an E8M0 scale byte: 2^(byte - 127). 0 is 2^-127 (a subnormal float), 255 is NaN.
 K3_HOST_DEVICE constexpr float e8m0_value(std::uint8_t byte) {
-  const std::uint32_t bits = byte == 0 ? 0x00400000u : byte == 255 ? 0x7fc00000u : static_cast<std::uint32_t>(byte) << 23;
+  const std::uint32_t bits = byte == 0     ? 0x00400000u
+                             : byte == 255 ? 0x7fc00000u
+                                           : static_cast<std::uint32_t>(byte) << 23;
   return __builtin_bit_cast(float, bits);
 }
 
@@ -59,8 +61,9 @@ namespace detail {
 template <MemorySpace Space>
 void require_shape(const char* operation, const char* argument, const Mxfp4Matrix<Space>& matrix, size rows,
                    size columns) {
-  require(columns % mxfp4_group == 0, operation, argument, [&] { return std::to_string(columns) + " columns wide"; },
-          "a multiple of 32 columns");
+  require(
+      columns % mxfp4_group == 0, operation, argument, [&] { return std::to_string(columns) + " columns wide"; },
+      "a multiple of 32 columns");
   const std::string name = argument;
   require_shape(operation, (name + ".packed").c_str(), matrix.packed, rows, columns / 2);
   require_shape(operation, (name + ".scale").c_str(), matrix.scale, rows, columns / mxfp4_group);

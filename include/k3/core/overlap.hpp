@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <k3/core/view.hpp>
+#include <k3/core/any_view.hpp>
 
 // Whether what an operation writes shares memory with what it reads. Nothing here allocates unless it throws.
 namespace k3::detail {
@@ -23,26 +23,82 @@ Footprint footprint(const View<T, Rank, Space>& v) {
   return {first, 1, (furthest + 1) * sizeof(T), 0};
 }
 
+/// The memory of a weight of run-time type, of an MXFP4 one its codes.
+template <size Rank, MemorySpace Space>
+Footprint footprint(const AnyView<Rank, Space>& any) {
+  size count = any ? 1 : 0;
+  for (size d = 0; d < Rank; ++d) count *= any.extents[d];
+  if (count == 0) return {};
+  const size bytes = any.type == ElementType::f64    ? 8 * count
+                     : any.type == ElementType::f32  ? 4 * count
+                     : any.type == ElementType::bf16 ? 2 * count
+                                                     : count / 2;
+  return {reinterpret_cast<std::uintptr_t>(any.data), 1, bytes, 0};
+}
+
+/// The memory of its scales, if it is MXFP4.
+template <class Other>
+Footprint scale_footprint(const Other&) {
+  return {};
+}
+template <MemorySpace Space>
+Footprint scale_footprint(const AnyView<2, Space>& any) {
+  if (any.type != ElementType::mxfp4) return {};
+  return {reinterpret_cast<std::uintptr_t>(any.scale), 1, any.extents[0] * (any.extents[1] / mxfp4_group), 0};
+}
+
 /// Whether two tensors share a byte. Column blocks of one buffer (equal strides, disjoint columns) do not.
 inline bool shares_bytes(const Footprint& a, const Footprint& b) {
   if (a.rows == 0 || b.rows == 0 || a.last() <= b.first || b.last() <= a.first) return false;
-  if (a.stride != b.stride || a.stride == 0) return true;
+  if (a.rows == 1 && b.rows == 1) return true;
+  const size stride = a.rows == 1 ? b.stride : a.stride;
+  if (stride == 0 || (b.rows > 1 && b.stride != stride)) return true;
   const size apart =
-      b.first >= a.first ? (b.first - a.first) % a.stride : (a.stride - (a.first - b.first) % a.stride) % a.stride;
-  return apart < a.width || apart + b.width > a.stride;
+      b.first >= a.first ? (b.first - a.first) % stride : (stride - (a.first - b.first) % stride) % stride;
+  return apart < a.width || apart + b.width > stride;
+}
+
+[[noreturn]] inline void refuse_overlap(const char* operation, const char* written, const char* read,
+                                        const char* expected) {
+  throw invalid_argument(operation, written, std::string("overlapping ") + read, expected);
 }
 
 /// Throws invalid_argument where `written` shares memory with `read`.
 inline void require_disjoint(const char* operation, const char* written, const Footprint& to, const char* read,
                              const Footprint& from) {
-  if (shares_bytes(to, from))
-    throw invalid_argument(operation, written, std::string("overlapping ") + read, "memory of its own");
+  if (shares_bytes(to, from)) refuse_overlap(operation, written, read, "memory of its own");
 }
-template <class Written, class Read>
-  requires(view_traits<Written>::value && view_traits<Read>::value)
-void require_disjoint(const char* operation, const char* written, const Written& to, const char* read,
+
+/// The same for what is read as a view, a weight of run-time type or an MXFP4 matrix.
+template <class Read>
+void require_disjoint(const char* operation, const char* written, const Footprint& to, const char* read,
                       const Read& from) {
-  require_disjoint(operation, written, footprint(to), read, footprint(from));
+  if constexpr (requires { from.packed; }) {
+    require_disjoint(operation, written, to, read, footprint(from.packed));
+    require_disjoint(operation, written, to, read, footprint(from.scale));
+  } else {
+    require_disjoint(operation, written, to, read, footprint(from));
+    require_disjoint(operation, written, to, read, scale_footprint(from));
+  }
+}
+
+/// The same for several: name, tensor, name, tensor, ...
+template <class Written, class Read, class... Others>
+  requires view_traits<Written>::value
+void require_disjoint(const char* operation, const char* written, const Written& to, const char* read, const Read& from,
+                      const Others&... others) {
+  require_disjoint(operation, written, footprint(to), read, from);
+  if constexpr (sizeof...(Others) > 0) require_disjoint(operation, written, to, others...);
+}
+
+/// Throws invalid_argument where `written` shares memory with `read` and is not `read` itself, element for element.
+template <class T, class Read, size Rank, MemorySpace Space>
+void require_same_or_disjoint(const char* operation, const char* written, const View<T, Rank, Space>& to,
+                              const char* read, const View<Read, Rank, Space>& from) {
+  const Footprint a = footprint(to), b = footprint(from);
+  if constexpr (std::is_same_v<T, std::remove_const_t<Read>>)
+    if (a.first == b.first && a.rows == b.rows && a.width == b.width && (a.rows <= 1 || a.stride == b.stride)) return;
+  if (shares_bytes(a, b)) refuse_overlap(operation, written, read, "the same memory or memory of its own");
 }
 
 }  // namespace k3::detail

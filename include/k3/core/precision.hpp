@@ -8,13 +8,13 @@
 namespace k3 {
 
 /// The number types of a forward pass. Weights keep the type they are stored in, whatever the precision.
-/// `activation` holds everything the reference rounds: embeddings, outputs of linears and norms, q, latent, the residual
-/// stream, snapshots, conv windows and latent caches; storing to it is the rounding. `accumulator` holds what it does not
-/// round: router logits and weights, log-decay, normalised q and k, softmax statistics, AttnRes mixes, logits. `state` is
-/// the KDA state's type.
+/// `activation` holds everything the reference rounds: embeddings, outputs of linears and norms, q, latent, the
+/// residual stream, snapshots, conv windows and latent caches; storing to it is the rounding. `accumulator` holds what
+/// it does not round: router logits and weights, log-decay, normalised q and k, softmax statistics, AttnRes mixes,
+/// logits. `state` is the KDA state's type.
 template <class P>
 concept precision = real<typename P::activation> && real<typename P::accumulator> && real<typename P::state> &&
-    std::same_as<typename P::accumulator, accumulator_t<typename P::activation>>;
+                    std::same_as<typename P::accumulator, accumulator_t<typename P::activation>>;
 
 /// All double: the oracle.
 struct Fp64 {

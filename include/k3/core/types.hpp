@@ -21,9 +21,13 @@ namespace detail {
 
 // Not std::min and std::max: those are no device functions, and a consumer may have macros of these names.
 template <class T>
-K3_HOST_DEVICE constexpr T smaller(T a, T b) { return b < a ? b : a; }
+K3_HOST_DEVICE constexpr T smaller(T a, T b) {
+  return b < a ? b : a;
+}
 template <class T>
-K3_HOST_DEVICE constexpr T larger(T a, T b) { return a < b ? b : a; }
+K3_HOST_DEVICE constexpr T larger(T a, T b) {
+  return a < b ? b : a;
+}
 
 }  // namespace detail
 }  // namespace k3

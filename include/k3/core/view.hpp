@@ -144,7 +144,10 @@ constexpr auto device_view(T* data, Extent... extent) {
 /// A dense view of a whole vector: `view(v)` is one-dimensional, `view(v, rows, columns)` has these extents.
 /// Throws invalid_argument where their product is not the vector's length.
 template <class Vector, class... Extent>
-  requires requires(Vector& v) { v.data(); v.size(); }
+  requires requires(Vector& v) {
+    v.data();
+    v.size();
+  }
 auto view(Vector& vector, Extent... extent) {
   if constexpr (sizeof...(Extent) == 0) {
     return view(vector.data(), vector.size());

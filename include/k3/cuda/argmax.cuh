@@ -2,6 +2,7 @@
 #pragma once
 
 #include <k3/cuda/buffer.cuh>
+#include <k3/cuda/rms_norm.cuh>
 #include <k3/kernels/argmax.cuh>
 #include <k3/ops/row_status.hpp>
 
@@ -44,21 +45,26 @@ void argmax(const gpu& exec, const Logits& logits, DeviceArgmaxWorkspace& worksp
   if (status.data != nullptr) detail::require_shape("argmax", "status", status, rows);
   detail::require(rows <= workspace.max_rows(), "argmax", "workspace.max_rows", workspace.max_rows(), rows);
   if (rows == 0) return;
-  const size blocks =
-      detail::smaller<size>((count + kernel::argmax_share - 1) / kernel::argmax_share, kernel::argmax_most_blocks);
+  // Maxima are exact in any order, so the split may follow the batch: enough blocks for the device, then longer shares.
+  constexpr size busy = 8;  // blocks that a multiprocessor holds
+  const size shares = (count + kernel::argmax_share - 1) / kernel::argmax_share;
+  const size room = detail::larger<size>(1, static_cast<size>(detail::multiprocessors()) * busy / rows);
+  const size most = detail::smaller<size>(room, kernel::argmax_most_blocks), each = (shares + most - 1) / most;
+  const size blocks = (shares + each - 1) / each;
   const kernel::ArgmaxArguments a{logits.data,
                                   logits.strides[0],
                                   rows,
                                   static_cast<unsigned>(count),
+                                  static_cast<unsigned>(each * kernel::argmax_share),
                                   static_cast<unsigned>(blocks),
                                   static_cast<unsigned>(RowStatus::nan_logits),
+                                  detail::rows_aligned(logits),
                                   workspace.keys(),
                                   workspace.arrived(),
                                   ids.data,
                                   status.data};
-  kernel::argmax<kernel::argmax_threads>
-      <<<detail::grid_size(rows * blocks, 1), kernel::argmax_threads, 0, exec.stream>>>(a);
-  detail::check_launch("argmax");
+  detail::launch(exec.stream, dim3(detail::grid_size(rows * blocks, 1)), dim3(kernel::argmax_threads), 0,
+                 kernel::argmax<kernel::argmax_threads>, a);
 }
 
 }  // namespace k3

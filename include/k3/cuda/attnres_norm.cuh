@@ -35,35 +35,42 @@ kernel::AttnResVector attnres_vector(const char* argument, const Weight& weight,
   return result;
 }
 
-/// Whether a kernel was compiled for, and so runs on, a device with clusters.
-template <class Kernel>
-bool compiled_for_clusters(Kernel* kernel) {
-  cudaFuncAttributes attributes{};
-  check_cuda("attnres_norm", "cudaFuncGetAttributes", cudaFuncGetAttributes(&attributes, kernel));
-  return attributes.ptxVersion >= 90;
+/// The blocks of a row, 0 for the kernel without clusters: four or two while there is room for all at once. A row's
+/// bits do not depend on it.
+template <class T>
+unsigned attnres_blocks(size rows, size hidden, size sources) {
+  static const bool clusters = compiled_for_hopper("attnres_norm", kernel::attnres_norm<4, true, T>);
+  const size pieces = (hidden + kernel::attnres_piece - 1) / kernel::attnres_piece;
+  const size room = static_cast<size>(multiprocessors());
+  if (sources > kernel::attnres_kept || pieces > kernel::attnres_most_pieces || rows >= size{1} << 28) return 0;
+  const bool one_fits = 32 * pieces <= kernel::attnres_threads<1, T>();
+  const bool two_fit = (pieces + 1) / 2 * 32 <= kernel::attnres_threads<2, T>();
+  if (!clusters || pieces == 1) return one_fits ? 1 : 0;
+  if (!two_fit || (pieces >= 4 && 4 * rows <= room)) return 4;
+  return !one_fits || rows <= room ? 2 : 1;
+}
+
+template <int Blocks, class T>
+void launch_attnres_norm(const gpu& exec, const kernel::AttnResArguments<T>& a) {
+  const unsigned pieces = (a.hidden + kernel::attnres_piece - 1) / kernel::attnres_piece;
+  const auto plain = [](const kernel::AttnResVector& v) { return !v.is_float && v.vector; };
+  const bool all_plain =
+      a.vector && a.hidden % 8 == 0 && plain(a.norm) && plain(a.proj) && plain(a.weight) && !a.mixed && a.mix == 1;
+  launch_clusters(exec.stream, Blocks, dim3(static_cast<unsigned>(a.rows) * Blocks),
+                  dim3((pieces + Blocks - 1) / Blocks * 32), 0,
+                  all_plain ? kernel::attnres_norm<Blocks, true, T> : kernel::attnres_norm<Blocks, false, T>, a);
 }
 
 template <class T>
-void launch_attnres_norm(const gpu& exec, const kernel::AttnResArguments<T>& a) {
-  constexpr unsigned blocks = 8, most = kernel::attnres_threads * 8;
-  static const bool clusters = compiled_for_clusters(kernel::attnres_norm<blocks, T>);
-  const bool few = a.stored < kernel::attnres_kept && a.rows < size{1} << 28;
-  if (few && a.hidden <= most) {
-    kernel::attnres_norm<1><<<static_cast<unsigned>(a.rows), kernel::attnres_threads, 0, exec.stream>>>(a);
-  } else if (few && clusters && a.hidden <= blocks * most) {
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = blocks, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(static_cast<unsigned>(a.rows) * blocks);
-    config.blockDim = dim3(kernel::attnres_threads);
-    config.stream = exec.stream;
-    config.attrs = &cluster, config.numAttrs = 1;
-    check_cuda("attnres_norm", "cudaLaunchKernelEx", cudaLaunchKernelEx(&config, kernel::attnres_norm<blocks, T>, a));
-  } else {
-    kernel::attnres_norm_any<<<grid_size(a.rows, 1), kernel::attnres_any_threads, 0, exec.stream>>>(a);
+void launch_attnres_norm(const gpu& exec, const kernel::AttnResArguments<T>& a, unsigned blocks) {
+  switch (blocks) {
+    case 1: return launch_attnres_norm<1>(exec, a);
+    case 2: return launch_attnres_norm<2>(exec, a);
+    case 4: return launch_attnres_norm<4>(exec, a);
+    default:
+      launch(exec.stream, dim3(grid_size(a.rows, 1)), dim3(kernel::attnres_any_threads), 0, kernel::attnres_norm_any<T>,
+             a);
   }
-  check_launch("attnres_norm");
 }
 
 }  // namespace detail
@@ -74,7 +81,7 @@ void launch_attnres_norm(const gpu& exec, const kernel::AttnResArguments<T>& a) 
 /// running and out [R, hidden], res_norm and norm [hidden], res_proj [hidden] or [1, hidden]. A row's bits do not
 /// depend on R or on other rows. out has memory of its own. Throws invalid_argument on shapes that do not fit, an eps
 /// that is negative or not finite, a mix outside 0..1. Cost: up to 9 sources and hidden 8192, every source is read
-/// once. Source: `*_res_norm`, `*_res_proj` and the norm behind.
+/// once, by as many blocks a row as there is room for. Source: `*_res_norm`, `*_res_proj` and the norm behind.
 template <device_tensor<3> Snapshots, device_tensor<2> Running, class ResNorm, class ResProj, class Norm,
           writable_device_tensor<2> Out>
   requires(std::same_as<typename Out::value_type, typename Running::value_type> &&
@@ -111,7 +118,9 @@ void attnres_norm(const gpu& exec, const Snapshots& snapshots, const Running& ru
   a.res_eps = res_eps, a.norm_eps = norm_eps, a.mix = options.mix;
   a.vector =
       (stored == 0 || detail::rows_aligned(snapshots)) && detail::rows_aligned(running) && detail::rows_aligned(out);
-  if (rows > 0) detail::launch_attnres_norm(exec, a);
+  if (rows > 0)
+    detail::launch_attnres_norm(exec, a,
+                                detail::attnres_blocks<typename Running::value_type>(rows, hidden, stored + 1));
 }
 
 }  // namespace k3

@@ -9,8 +9,9 @@
 
 namespace k3 {
 
-/// Owns device memory for `count` elements, zero unless said otherwise. Moves, does not copy. Allocation and release wait for
-/// the device: for set-up, never on the decode path. Throws cuda_error where there is no memory, naming the size.
+/// Owns device memory for `count` elements, zero unless said otherwise. Moves, does not copy. Allocation and release
+/// wait for the device: for set-up, never on the decode path. Throws cuda_error where there is no memory, naming the
+/// size.
 template <class T>
 class DeviceBuffer {
  public:
@@ -20,7 +21,7 @@ class DeviceBuffer {
     const size bytes = detail::checked_product("DeviceBuffer", "count", count, sizeof(T));
     const cudaError_t code = cudaMalloc(reinterpret_cast<void**>(&data_), bytes);
     if (code != cudaSuccess) {
-      static_cast<void>(cudaGetLastError());  // an allocation that failed must not turn up in a later check
+      detail::ignore_cuda(code);
       throw cuda_error("DeviceBuffer", "cudaMalloc of " + std::to_string(bytes) + " bytes", static_cast<int>(code),
                        cudaGetErrorString(code));
     }
@@ -42,7 +43,7 @@ class DeviceBuffer {
     return *this;
   }
   ~DeviceBuffer() {
-    if (data_) static_cast<void>(cudaFree(data_));
+    if (data_) detail::ignore_cuda(cudaFree(data_));
   }
 
   T* data() const { return data_; }
@@ -51,7 +52,9 @@ class DeviceBuffer {
 
   /// A dense view of the first elements.
   template <class... Extent>
-  auto view(Extent... extent) const { return device_view(data_, static_cast<size>(extent)...); }
+  auto view(Extent... extent) const {
+    return device_view(data_, static_cast<size>(extent)...);
+  }
 
   /// Copies from and to host memory; both wait until the copy is done.
   void copy_from(const T* host_data, size first, size count) {

@@ -17,9 +17,10 @@ using DeviceLayerCache =
     std::variant<KdaDeviceState<typename P::state, typename P::activation>, MlaDeviceKv<typename P::activation>,
                  KdaState<typename P::state, typename P::activation>, MlaKv<typename P::activation>>;
 
-/// HybridCache in device memory: the same sequences, the same snapshots. A snapshot taken here opens on the host and the other
-/// way round, byte for byte, in the same precision. Allocates when it is made and never again; snapshots and resets wait for
-/// the stream, forward passes do not. The decoder that last used it must have been asked for its tokens before that.
+/// HybridCache in device memory: the same sequences, the same snapshots. A snapshot taken here opens on the host and
+/// the other way round, byte for byte, in the same precision. Allocates when it is made and never again; snapshots and
+/// resets wait for the stream, forward passes do not. The decoder that last used it must have been asked for its tokens
+/// before that.
 template <precision P = Fp32>
 class DeviceHybridCache {
  public:
@@ -31,17 +32,24 @@ class DeviceHybridCache {
   /// Throws invalid_argument as HybridCache does, cuda_error where the memory is not there.
   DeviceHybridCache(cudaStream_t stream, const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots,
                     size capacity, const Environment& switches = environment())
-      : stream_(stream), capacity_(capacity), shapes_(detail::layer_shapes(graph, kda, mla)), sequences_(slots),
+      : stream_(stream),
+        capacity_(capacity),
+        shapes_(detail::layer_shapes(graph, kda, mla)),
+        sequences_(slots),
         identity_(next_identity()) {
     detail::require(capacity > 0, "DeviceHybridCache", "capacity", capacity, "at least 1 position");
     layers_.reserve(graph.layers.size());
     for (const K3LayerSpec& layer : graph.layers) {
       const bool on_device = layer.mixer == MixerKind::Kda ? switches.cuda_kda : switches.cuda_mla;
       on_host_ = on_host_ || !on_device;
-      if (layer.mixer == MixerKind::Kda && on_device) layers_.emplace_back(std::in_place_type<Kda>, kda, slots);
-      else if (layer.mixer == MixerKind::Kda) layers_.emplace_back(std::in_place_type<HostKda>, kda, slots);
-      else if (on_device) layers_.emplace_back(std::in_place_type<Mla>, mla, slots, capacity);
-      else layers_.emplace_back(std::in_place_type<HostMla>, mla, slots, capacity);
+      if (layer.mixer == MixerKind::Kda && on_device)
+        layers_.emplace_back(std::in_place_type<Kda>, kda, slots);
+      else if (layer.mixer == MixerKind::Kda)
+        layers_.emplace_back(std::in_place_type<HostKda>, kda, slots);
+      else if (on_device)
+        layers_.emplace_back(std::in_place_type<Mla>, mla, slots, capacity);
+      else
+        layers_.emplace_back(std::in_place_type<HostMla>, mla, slots, capacity);
     }
   }
 
@@ -73,7 +81,8 @@ class DeviceHybridCache {
   void invalidate(size slot, RowStatus status) { sequences_.invalidate(slot, status); }
 
   CacheSnapshot<P> snapshot(size slot) const;
-  /// Replaces the slot's sequence; throws invalid_argument, changing nothing, for another geometry or too long a sequence.
+  /// Replaces the slot's sequence; throws invalid_argument, changing nothing, for another geometry or too long a
+  /// sequence.
   void restore(size slot, const CacheSnapshot<P>& snapshot);
   std::vector<unsigned char> to_bytes(size slot) const { return snapshot(slot).to_bytes(); }
   void from_bytes(size slot, const std::vector<unsigned char>& bytes) {
@@ -88,7 +97,8 @@ class DeviceHybridCache {
       if (is_kda(index)) point.kda_layers.push_back(layer_snapshot(index, slot, s.position));
     return point;
   }
-  /// Sets the sequence back to a point of its own past. Throws invalid_argument, changing nothing, as HybridCache::rollback.
+  /// Sets the sequence back to a point of its own past. Throws invalid_argument, changing nothing, as
+  /// HybridCache::rollback.
   void rollback(const RollbackPoint<P>& point) {
     sequences_.require_past(point.slot, point.generation, point.position, "DeviceHybridCache::rollback");
     detail::check_point("DeviceHybridCache::rollback", shapes_, point);

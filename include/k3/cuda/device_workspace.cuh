@@ -15,12 +15,12 @@ template <class T>
 class PinnedBuffer {
  public:
   explicit PinnedBuffer(size count) {
-    detail::check_cuda("PinnedBuffer", "cudaMallocHost",
-                       cudaMallocHost(reinterpret_cast<void**>(&data_), (count ? count : 1) * sizeof(T)));
+    const size bytes = detail::checked_product("PinnedBuffer", "count", count ? count : 1, sizeof(T));
+    detail::check_cuda("PinnedBuffer", "cudaMallocHost", cudaMallocHost(reinterpret_cast<void**>(&data_), bytes));
   }
   PinnedBuffer(const PinnedBuffer&) = delete;
   PinnedBuffer& operator=(const PinnedBuffer&) = delete;
-  ~PinnedBuffer() { static_cast<void>(cudaFreeHost(data_)); }
+  ~PinnedBuffer() { detail::ignore_cuda(cudaFreeHost(data_)); }
 
   T* data() { return data_; }
   T& operator[](size i) { return data_[i]; }
@@ -30,71 +30,129 @@ class PinnedBuffer {
   T* data_ = nullptr;
 };
 
-/// All memory of a device decoder's pass for up to `max_rows` rows, allocated once.
+/// What is computed for an observer only. Allocated by the first pass that has one.
+template <precision P>
+struct DeviceObserved {
+  DeviceBuffer<float> mixed;                  // [R, hidden]
+  DeviceBuffer<float> probs;                  // [R, snapshots + 1]
+  DeviceBuffer<typename P::activation> part;  // [R, hidden]
+};
+
+/// All memory of a device decoder's pass for up to `max_rows` rows (R below), allocated once. Buffers of parts that the
+/// model does not have stay empty. Throws cuda_error where there is no memory.
 template <precision P>
 struct DeviceWorkspace {
   using Activation = typename P::activation;
 
   template <decoder_geometry G>
   DeviceWorkspace(G g, const K3Graph& graph, size max_rows, size max_logit_rows, size capacity)
-      : rows(max_rows), snapshot_count(k3::snapshot_count(graph.layers.size(), g.attn_res_block_size)), host_tokens(rows),
-        host_slots(rows), host_argmax(max_logit_rows), host_positions(rows), host_status(rows),
-        host_logit_status(max_logit_rows), tokens(rows), slots(rows), positions(rows), status(rows),
-        logit_status(max_logit_rows), argmax(max_logit_rows), stream(rows * g.hidden),
-        snapshots(snapshot_count * rows * g.hidden), normed(rows * g.hidden), logits(max_logit_rows * g.vocab),
-        argmax_work(max_logit_rows), has_kda(graph.kda_count() > 0), has_mla(graph.mla_count() > 0) {
-    const size width = kda_width(g.kda);
-    if (has_kda) {
-      qkv = DeviceBuffer<Activation>(rows * kda_conv_channels(g.kda));
-      low_rank = DeviceBuffer<Activation>(rows * g.kda.head_dim);
-      gate_low_rank = DeviceBuffer<Activation>(rows * g.kda.head_dim);
-      z = DeviceBuffer<Activation>(rows * width);
-      beta = DeviceBuffer<Activation>(rows * g.kda.heads);
-    }
-    mixer_gate = DeviceBuffer<Activation>(rows * detail::larger(has_kda ? width : size{0}, has_mla ? mla_v_width(g.mla) : size{0}));
-    mixer_out = DeviceBuffer<Activation>(mixer_gate.count());
-    if (has_mla) {
-      q_low_rank = DeviceBuffer<Activation>(rows * g.mla.q_lora_rank);
-      q_normed = DeviceBuffer<Activation>(rows * g.mla.q_lora_rank);
-      q = DeviceBuffer<Activation>(rows * mla_q_width(g.mla));
-      kv_a = DeviceBuffer<Activation>(rows * mla_cache_width(g.mla));
-      mla.emplace(g.mla, rows, capacity);
-    }
+      : rows(max_rows),
+        snapshot_count(k3::snapshot_count(graph.layers.size(), g.attn_res_block_size)),
+        host_tokens(rows),
+        host_slots(rows),
+        host_argmax(max_logit_rows),
+        host_positions(rows),
+        host_status(rows),
+        host_logit_status(max_logit_rows),
+        tokens(rows),
+        slots(rows),
+        argmax(max_logit_rows),
+        positions(rows),
+        status(rows),
+        logit_status(max_logit_rows),
+        stream(rows * g.hidden),
+        snapshots(snapshot_count * rows * g.hidden),
+        normed(rows * g.hidden),
+        logits(max_logit_rows * g.vocab),
+        argmax_work(max_logit_rows) {
+    const bool kda = graph.kda_count() > 0, latent_attention = graph.mla_count() > 0;
     bool dense = false, experts = false;
     for (const K3LayerSpec& layer : graph.layers) (layer.mlp == MlpKind::Dense ? dense : experts) = true;
+    const size kda_out = kda ? kda_width(g.kda) : 0, mla_out = latent_attention ? mla_v_width(g.mla) : 0;
+    make(mixer_gate, detail::larger(kda_out, mla_out));
+    make(mixer_out, detail::larger(kda_out, mla_out));
+    if (kda) make_kda(g.kda);
+    if (latent_attention) make_mla(g.mla, capacity);
     if (dense) mlp.emplace(size{g.dense_intermediate}, rows);
-    if (experts) {
-      router_logits = DeviceBuffer<float>(rows * g.moe.n_routed);
-      topk_ids = DeviceBuffer<id>(rows * g.moe.top_k);
-      topk_weights = DeviceBuffer<float>(rows * g.moe.top_k);
-      latent = DeviceBuffer<Activation>(rows * moe_expert_width(g.moe));
-      combined = DeviceBuffer<Activation>(rows * moe_expert_width(g.moe));
-      shared_mid = DeviceBuffer<Activation>(rows * moe_shared_width(g.moe));
-      shared_out = DeviceBuffer<Activation>(rows * g.hidden);
-      moe.emplace(g.moe, rows);
-    }
+    if (experts) make_experts(g.moe);
   }
 
   size rows, snapshot_count;
-  PinnedBuffer<id> host_tokens, host_slots, host_argmax;
-  PinnedBuffer<size> host_positions;
-  PinnedBuffer<unsigned> host_status, host_logit_status;
-  DeviceBuffer<id> tokens, slots;
-  DeviceBuffer<size> positions;
-  DeviceBuffer<unsigned> status, logit_status;
-  DeviceBuffer<id> argmax;
-  DeviceBuffer<Activation> stream, snapshots, normed;
-  DeviceBuffer<float> logits;
+
+  // The batch, and what came of it.
+  PinnedBuffer<id> host_tokens, host_slots, host_argmax;  // [R], [R], [wanted rows]
+  PinnedBuffer<size> host_positions;                      // [R]
+  PinnedBuffer<unsigned> host_status, host_logit_status;  // [R], [wanted rows]
+  DeviceBuffer<id> tokens, slots, argmax;                 // [R], [R], [wanted rows]
+  DeviceBuffer<size> positions;                           // [R]
+  DeviceBuffer<unsigned> status, logit_status;            // [R], [wanted rows]
+
+  // Between sublayers.
+  DeviceBuffer<Activation> stream;     // [R, hidden]
+  DeviceBuffer<Activation> snapshots;  // [snapshots, R, hidden]
+  DeviceBuffer<Activation> normed;     // [R, hidden]: a sublayer's input
+  DeviceBuffer<float> logits;          // [wanted rows, vocab]
   DeviceArgmaxWorkspace argmax_work;
-  bool has_kda, has_mla;
-  DeviceBuffer<Activation> qkv, low_rank, gate_low_rank, z, beta, mixer_gate, mixer_out;
-  DeviceBuffer<Activation> q_low_rank, q_normed, q, kv_a;
-  DeviceBuffer<float> router_logits, topk_weights;
-  DeviceBuffer<id> topk_ids;
-  DeviceBuffer<Activation> latent, combined, shared_mid, shared_out;
+
+  // Mixers.
+  DeviceBuffer<Activation> mixer_gate, mixer_out;    // [R, the wider of H*D and h*v]
+  DeviceBuffer<Activation> qkv, z, beta;             // [R, 3*H*D], [R, H*D], [R, H]
+  DeviceBuffer<Activation> low_rank, gate_low_rank;  // [R, D]: f_a's output, and g_a's
+  DeviceBuffer<Activation> q_low_rank, q_normed;     // [R, q_lora]
+  DeviceBuffer<Activation> q, kv_a;                  // [R, h*(nope+rope)], [R, kv_lora+rope]
   std::optional<MlaDeviceWorkspace<P>> mla;
+
+  // MLPs.
   std::optional<DeviceMlpWorkspace<P>> mlp;
+  DeviceBuffer<float> router_logits, forced_logits;  // [R, experts]; the second for an ablation
+  DeviceBuffer<float> topk_weights;                  // [R, k]
+  DeviceBuffer<id> topk_ids;                         // [R, k]
+  DeviceBuffer<Activation> latent, combined;         // [R, latent]
+  DeviceBuffer<Activation> shared_mid, shared_out;   // [R, shared width], [R, hidden]
   std::optional<MoeDeviceWorkspace<P>> moe;
+
+  std::optional<DeviceObserved<P>> observed;
+
+  /// Makes what an observer is shown.
+  void observe(size hidden) {
+    if (observed) return;
+    observed.emplace(DeviceObserved<P>{DeviceBuffer<float>(rows * hidden),
+                                       DeviceBuffer<float>(rows * (snapshot_count + 1)),
+                                       DeviceBuffer<Activation>(rows * hidden)});
+  }
+
+ private:
+  template <class T>
+  void make(DeviceBuffer<T>& buffer, size width) {
+    buffer = DeviceBuffer<T>(detail::checked_product("DeviceWorkspace", "max_rows", rows, width));
+  }
+  template <kda_geometry G>
+  void make_kda(G g) {
+    make(qkv, kda_conv_channels(g));
+    make(z, kda_width(g));
+    make(beta, g.heads);
+    make(low_rank, g.head_dim);
+    make(gate_low_rank, g.head_dim);
+  }
+  template <mla_geometry G>
+  void make_mla(G g, size capacity) {
+    make(q_low_rank, g.q_lora_rank);
+    make(q_normed, g.q_lora_rank);
+    make(q, mla_q_width(g));
+    make(kv_a, mla_cache_width(g));
+    mla.emplace(g, rows, capacity);
+  }
+  template <latent_moe_geometry G>
+  void make_experts(G g) {
+    make(router_logits, g.n_routed);
+    make(topk_weights, g.top_k);
+    make(topk_ids, g.top_k);
+    make(latent, moe_expert_width(g));
+    make(combined, moe_expert_width(g));
+    make(shared_mid, moe_shared_width(g));
+    make(shared_out, g.hidden);
+    moe.emplace(g, rows);
+  }
 };
 
 }  // namespace k3

@@ -8,9 +8,9 @@ namespace k3 {
 
 /// Looks tokens up on the device: out row r = table row ids[r], rounded once where `out` is narrower than the table.
 /// Shapes: ids [R] in device memory, table [V, hidden] (F32 or BF16), out [R, hidden], slots and status [R] if wanted.
-/// A row of pad_slot gives zeros whatever its id. An id outside [0, V) gives a row of zeros and RowStatus::bad_id in its status
-/// word (written, never cleared).
-/// Throws invalid_argument on shapes that do not fit and other table types. Cost: R * hidden elements read and written.
+/// A row of pad_slot gives zeros whatever its id. An id outside [0, V) gives a row of zeros and RowStatus::bad_id in
+/// its status word (written, never cleared). Throws invalid_argument on shapes that do not fit and other table types.
+/// Cost: R * hidden elements read and written.
 template <device_tensor<1> Ids, writable_device_tensor<2> Out>
   requires std::same_as<typename Ids::value_type, id>
 void embed_tokens(const gpu& exec, const Ids& ids, const AnyMatrix<MemorySpace::device>& table, const Out& out,
@@ -25,6 +25,7 @@ void embed_tokens(const gpu& exec, const Ids& ids, const AnyMatrix<MemorySpace::
   if (status.data != nullptr) detail::require_shape("embed_tokens", "status", status, rows);
   detail::with_device_weight("embed_tokens", "table", table, [&](const auto& typed) {
     if (rows == 0 || hidden == 0) return;
+    constexpr unsigned threads = 256;
     using Entry = std::remove_const_t<typename std::remove_cvref_t<decltype(typed)>::value_type>;
     const kernel::EmbedArguments<Entry, typename Out::value_type> a{
         ids.data,
@@ -36,10 +37,11 @@ void embed_tokens(const gpu& exec, const Ids& ids, const AnyMatrix<MemorySpace::
         rows,
         vocab,
         static_cast<unsigned>(hidden),
+        static_cast<unsigned>((hidden + 8 * threads - 1) / (8 * threads)),
         static_cast<unsigned>(RowStatus::bad_id),
         detail::rows_aligned(typed) && detail::rows_aligned(out)};
-    kernel::embed_tokens<256><<<detail::grid_size(rows, 1), 256, 0, exec.stream>>>(a);
-    detail::check_launch("embed_tokens");
+    detail::launch(exec.stream, dim3(detail::grid_size(rows * a.parts, 1)), dim3(threads), 0,
+                   kernel::embed_tokens<threads, Entry, typename Out::value_type>, a);
   });
 }
 

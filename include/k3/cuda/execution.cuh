@@ -6,10 +6,10 @@
 
 namespace k3 {
 
-/// Run on a CUDA stream, the caller's. Calls return at once; all work of a call is ordered on this stream and on no other,
-/// allocates nothing, waits for nothing and may be captured into a graph.
-/// `independent`: a sequence's bits do not depend on the rest of its batch. False would allow a faster choice that does not
-/// keep this; no operation has one yet, so both values give the same bits.
+/// Run on a CUDA stream, the caller's. Calls return at once; all work of a call is ordered on this stream and on no
+/// other, allocates nothing, waits for nothing and may be captured into a graph. `independent`: a sequence's bits do
+/// not depend on the rest of its batch. False allows a faster choice that does not keep this: MLA attention then deals
+/// its work evenly over the batch.
 struct gpu {
   cudaStream_t stream = nullptr;
   bool independent = true;

@@ -17,8 +17,13 @@ struct DeviceExpertWeights {
   AnyMatrix<MemorySpace::device> w1, w3, w2;
 };
 
+/// How MXFP4 experts lie in their memory: as released, or with the same bits in the order that the kernels read
+/// (kernels/expert_packing.cuh; see repack_experts).
+enum class ExpertLayout : std::uint8_t { released, packed };
+
 /// What the expert kernels read weights by: for each expert where its matrices and scales lie. Experts may lie anywhere
-/// and are not owned; they are all of one type, MXFP4, bf16 or float. Built once, at load (it allocates and waits).
+/// and are not owned; they are all of one type, MXFP4, bf16 or float, and as released when the table is made. Built
+/// once, at load (it allocates and waits).
 class ExpertTable {
  public:
   ExpertTable() = default;
@@ -38,7 +43,7 @@ class ExpertTable {
       require_matrix(e, "w1", w.w1, expert_hidden_, width_);
       require_matrix(e, "w3", w.w3, expert_hidden_, width_);
       require_matrix(e, "w2", w.w2, width_, expert_hidden_);
-      pointers[e] = {w.w1.data, w.w3.data, w.w2.data, w.w1.scale, w.w3.scale, w.w2.scale};
+      pointers[e] = {w.w1.data, w.w3.data, w.w2.data, w.w1.scale, w.w3.scale, w.w2.scale, 0};
     }
     aligned_ = aligned_ && (type_ != ElementType::bf16 || (expert_hidden_ % 8 == 0 && width_ % 8 == 0));
     pointers_ = DeviceBuffer<kernel::ExpertPointers>(pointers);
@@ -51,9 +56,12 @@ class ExpertTable {
   ElementType type() const { return type_; }
   /// Whether all rows lie on multiples of 16 bytes, which is faster and gives the same bits.
   bool aligned() const { return aligned_; }
+  ExpertLayout layout() const { return layout_; }
   const kernel::ExpertPointers* data() const { return pointers_.data(); }
 
  private:
+  friend bool repack_experts(const gpu& exec, ExpertTable& table, ExpertLayout layout);
+
   void require_matrix(size e, const char* name, const AnyMatrix<MemorySpace::device>& w, size rows, size columns) {
     const auto argument = [&] { return "experts[" + std::to_string(e) + "]." + name; };
     const bool usable = w.type == ElementType::mxfp4 || w.type == ElementType::bf16 || w.type == ElementType::f32;
@@ -65,11 +73,13 @@ class ExpertTable {
     if (type_ == ElementType::none) type_ = w.type;
     if (w.type != type_) throw invalid_argument("ExpertTable", argument(), "of another type", "the type of all others");
     aligned_ = aligned_ && reinterpret_cast<std::uintptr_t>(w.data) % 16 == 0;
+    scales_aligned_ = scales_aligned_ && reinterpret_cast<std::uintptr_t>(w.scale) % 16 == 0;
   }
 
   size expert_hidden_ = 0, width_ = 0;
   ElementType type_ = ElementType::none;
-  bool aligned_ = true;
+  ExpertLayout layout_ = ExpertLayout::released;
+  bool aligned_ = true, scales_aligned_ = true;
   DeviceBuffer<kernel::ExpertPointers> pointers_;
 };
 

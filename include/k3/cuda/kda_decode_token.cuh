@@ -2,6 +2,7 @@
 #pragma once
 
 #include <k3/cuda/kda_device_state.cuh>
+#include <k3/cuda/rms_norm.cuh>
 #include <k3/kernels/kda_decode_token.cuh>
 #include <k3/ops/kda_decode_token.hpp>
 #include <k3/ops/row_status.hpp>
@@ -127,7 +128,7 @@ struct KdaDeviceCall {
   }
 };
 
-/// Whether memory lies so that the register kernel can read it 16 bytes, or 4 weights, at a time.
+/// Whether memory lies so that a head can be copied in bulk, and 4 weights read at a time.
 template <class Arguments>
 bool kda_aligned(const Arguments& a) {
   const auto in_fours = [](const kernel::KdaWeight& weight) {
@@ -138,31 +139,38 @@ bool kda_aligned(const Arguments& a) {
 }
 
 template <class G>
-constexpr bool kda_may_use_registers() {
+constexpr bool kda_may_be_staged() {
   if constexpr (std::is_empty_v<G>)
-    return G::head_dim == kernel::kda_register_head_dim;
+    return G::head_dim == kernel::kda_staged_head;
   else
     return true;
 }
 
-/// Which kernel runs depends on the geometry, the weights' type and how memory is aligned; the bits do not.
+template <bool Fused, bool Staged, bool FloatWeights, class Arguments>
+void launch_kda_decode(const char* operation, const gpu& exec, const Arguments& a) {
+  const auto function = kernel::kda_decode<Fused, Staged, FloatWeights, Arguments>;
+  constexpr unsigned shared = Staged ? kernel::KdaStagedTile::bytes : 0;
+  if constexpr (Staged)
+    check_cuda(operation, "cudaFuncSetAttribute",
+               cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
+  launch(exec.stream, dim3(a.heads, smaller(a.rows, 65535u)), dim3(kernel::kda_threads), shared, function, a);
+}
+
+/// Which kernel runs depends on the device, the geometry, the weights' type and how memory is aligned; the bits do not.
 template <bool Fused, class G, class Arguments>
-void launch_kda_decode(const char* operation, const gpu& exec, G geometry, const Arguments& a) {
+void launch_kda_decode(const char* operation, const gpu& exec, G geometry, Arguments a) {
   if (a.rows == 0) return;
-  const auto launch = [&](auto function) {
-    const dim3 grid(a.heads, smaller(a.rows, 65535u));
-    function<<<grid, kernel::kda_threads, 0, exec.stream>>>(a);
-    check_launch(operation);
-  };
-  if constexpr (kda_may_use_registers<G>()) {
-    if (geometry.head_dim == kernel::kda_register_head_dim && geometry.conv_kernel == 4 && kda_aligned(a)) {
+  a.blocks_at_once = 3 * static_cast<unsigned>(multiprocessors());
+  if constexpr (kda_may_be_staged<G>()) {
+    static const bool bulk = compiled_for_hopper(operation, kernel::kda_decode<Fused, true, false, Arguments>);
+    if (bulk && geometry.head_dim == kernel::kda_staged_head && geometry.conv_kernel == 4 && kda_aligned(a)) {
       const bool in_float = !a.conv_q.is_bf16 && !a.conv_k.is_bf16 && !a.conv_v.is_bf16 && !a.fused.A_log.is_bf16 &&
                             !a.fused.dt_bias.is_bf16 && !a.fused.o_norm.is_bf16;
-      if (in_float) return launch(kernel::kda_decode<Fused, kernel::kda_register_head_dim, true, Arguments>);
-      return launch(kernel::kda_decode<Fused, kernel::kda_register_head_dim, false, Arguments>);
+      if (in_float) return launch_kda_decode<Fused, true, true>(operation, exec, a);
+      return launch_kda_decode<Fused, true, false>(operation, exec, a);
     }
   }
-  launch(kernel::kda_decode<Fused, 0, false, Arguments>);
+  launch_kda_decode<Fused, false, false>(operation, exec, a);
 }
 
 }  // namespace detail
@@ -175,10 +183,11 @@ void launch_kda_decode(const char* operation, const gpu& exec, G geometry, const
 /// waits. Accuracy: float within 2e-6 of double, of the largest output.
 template <kda_geometry G, device_tensor<2> X, class W, device_tensor<2> Decay, device_tensor<2> Beta, class Window,
           writable_device_tensor<2> Out>
-requires(std::same_as<typename Out::value_type, float>) void kda_decode_token(
-    const gpu& exec, G geometry, const X& x_qkv, const KdaConvWeights<W>& conv, const Decay& log_decay,
-    const Beta& beta, DeviceView<const id, 1> slots, const KdaStateView<float, Window, MemorySpace::device>& state,
-    const Out& out, DeviceView<unsigned, 1> status = {}) {
+  requires(std::same_as<typename Out::value_type, float>)
+void kda_decode_token(const gpu& exec, G geometry, const X& x_qkv, const KdaConvWeights<W>& conv,
+                      const Decay& log_decay, const Beta& beta, DeviceView<const id, 1> slots,
+                      const KdaStateView<float, Window, MemorySpace::device>& state, const Out& out,
+                      DeviceView<unsigned, 1> status = {}) {
   const detail::KdaDeviceCall<G, X, W, Decay, Beta, Window, Out> call{
       "kda_decode_token", geometry, x_qkv, conv, "log_decay", log_decay, beta, slots, state, out, status};
   detail::launch_kda_decode<false>(call.operation, exec, geometry, call.arguments());
@@ -190,20 +199,17 @@ requires(std::same_as<typename Out::value_type, float>) void kda_decode_token(
 /// logits, gate [R, H*D] logits (g_proj), o_norm [D], slots [R], out [R, H*D]; weights float or bf16. Decay by
 /// geometry.gate_lower_bound. Bad slots, padding, status, errors and bits as in the form above; out may not be gate.
 /// Accuracy: float within 2e-6 of double, of the largest output; bf16 within 5e-4 of the host's bf16 path (relative L2,
-/// heads of 24 and more). Cost: 8 H D^2 bytes of state a row (12.6 MB at the released geometry), once through registers
-/// where D is 128 and the kernel 4; other heads are read twice.
+/// heads of 24 and more). Cost: 8 H D^2 bytes of state a row (12.6 MB at the released geometry), once through shared
+/// memory where D is 128, the kernel 4 and the device has bulk copies; other heads are read twice.
 template <kda_geometry G, device_tensor<2> X, class W, device_tensor<2> Z, device_tensor<2> Beta, device_tensor<2> Gate,
           class Window, writable_device_tensor<2> Out>
-requires(std::same_as<typename Gate::value_type, typename X::value_type>&& std::same_as<
-         typename Out::value_type,
-         typename X::value_type>) void kda_decode_fused(const gpu& exec, G geometry, const X& x_qkv,
-                                                        const KdaConvWeights<W>& conv, const Z& z,
-                                                        const AnyVector<MemorySpace::device>& A_log,
-                                                        const AnyVector<MemorySpace::device>& dt_bias, const Beta& beta,
-                                                        const Gate& gate, const AnyVector<MemorySpace::device>& o_norm,
-                                                        float norm_eps, DeviceView<const id, 1> slots,
-                                                        const KdaStateView<float, Window, MemorySpace::device>& state,
-                                                        const Out& out, DeviceView<unsigned, 1> status = {}) {
+  requires(std::same_as<typename Gate::value_type, typename X::value_type> &&
+           std::same_as<typename Out::value_type, typename X::value_type>)
+void kda_decode_fused(const gpu& exec, G geometry, const X& x_qkv, const KdaConvWeights<W>& conv, const Z& z,
+                      const AnyVector<MemorySpace::device>& A_log, const AnyVector<MemorySpace::device>& dt_bias,
+                      const Beta& beta, const Gate& gate, const AnyVector<MemorySpace::device>& o_norm, float norm_eps,
+                      DeviceView<const id, 1> slots, const KdaStateView<float, Window, MemorySpace::device>& state,
+                      const Out& out, DeviceView<unsigned, 1> status = {}) {
   const detail::KdaDeviceCall<G, X, W, Z, Beta, Window, Out> call{
       "kda_decode_fused", geometry, x_qkv, conv, "z", z, beta, slots, state, out, status};
   auto a = call.arguments();

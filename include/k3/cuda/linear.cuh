@@ -10,7 +10,7 @@ namespace k3 {
 /// lie apart. R, N or K may be 0. Adds in float; out is rounded once. A row of out does not depend on R or on the other
 /// rows. bf16 x and weights go through tensor cores, everything else through float arithmetic. Throws invalid_argument
 /// on shapes that do not fit, other weight types, out sharing memory with x. Accuracy: as the host's float product with
-/// the same rounding points (bounds in tests/cuda/test_linear.cpp). Cost: reads the weight once for up to 64 rows of x.
+/// the same rounding points (bounds in tests/cuda/test_linear.cpp). Cost: the weight is read once for up to 128 rows.
 template <device_tensor<2> X, writable_device_tensor<2> Out>
 void linear(const gpu& exec, const X& x, const AnyMatrix<MemorySpace::device>& weight, const Out& out) {
   const Projection one = projection(weight, out);

@@ -3,7 +3,8 @@
 
 #include <k3/core/precision.hpp>
 #include <k3/cuda/expert_table.cuh>
-#include <k3/kernels/expert_gemm.cuh>
+#include <k3/kernels/expert_general.cuh>
+#include <k3/kernels/expert_stream.cuh>
 #include <k3/ops/mix_routed_experts.hpp>
 #include <k3/ops/row_status.hpp>
 
@@ -13,7 +14,7 @@ namespace k3 {
 /// of that geometry: about top_k * max_rows * (width + expert_hidden) activations. Throws invalid_argument for
 /// sizes that do not fit, cuda_error where there is no memory.
 template <precision P>
-requires(!std::same_as<typename P::activation, double>)
+  requires(!std::same_as<typename P::activation, double>)
 class MoeDeviceWorkspace {
  public:
   using Activation = typename P::activation;
@@ -27,6 +28,8 @@ class MoeDeviceWorkspace {
         items(max_rows * geometry_.top_k),
         item_count(1),
         order(items.count()),
+        ready(items.count()),
+        tickets(2),
         staged(std::same_as<Activation, bf16> ? max_rows * padded(moe_expert_width(geometry_)) : 0),
         mid(items.count() * padded(geometry_.expert_hidden)),
         y(items.count() * moe_expert_width(geometry_)) {}
@@ -34,8 +37,8 @@ class MoeDeviceWorkspace {
   const LatentMoeConfig& geometry() const { return geometry_; }
   size max_rows() const { return max_rows_; }
   size bytes() const {
-    return kinds.bytes() + counts.bytes() + items.bytes() + item_count.bytes() + order.bytes() + staged.bytes() +
-           mid.bytes() + y.bytes();
+    return kinds.bytes() + counts.bytes() + items.bytes() + item_count.bytes() + order.bytes() + ready.bytes() +
+           tickets.bytes() + staged.bytes() + mid.bytes() + y.bytes();
   }
 
   /// How many rows of the last call each expert was computed for [n_routed]. For inspection: copies, and so waits.
@@ -72,12 +75,65 @@ class MoeDeviceWorkspace {
   DeviceBuffer<unsigned> counts;             // [n_routed] where they are too many for shared memory
   DeviceBuffer<kernel::ExpertItem> items;    // [rows * top_k]
   DeviceBuffer<unsigned> item_count, order;  // [1], [rows * top_k]
+  DeviceBuffer<unsigned> ready, tickets;     // [rows * top_k], [2]
   DeviceBuffer<Activation> staged;           // [rows, padded width]
   DeviceBuffer<Activation> mid, y;           // [rows * top_k, padded expert_hidden], [rows * top_k, width]
 };
 
 namespace detail {
 
+/// A launch whose blocks may start before the kernel in front is done: they wait for it where they need it.
+template <class... Parameter, class... Argument>
+void launch_expert_kernel(const char* operation, const gpu& exec, void (*function)(Parameter...), dim3 grid,
+                          unsigned threads, size shared, const Argument&... argument) {
+  static const bool overlaps = [] {
+    int device = 0, major = 0;
+    check_cuda("experts", "cudaGetDevice", cudaGetDevice(&device));
+    check_cuda("experts", "cudaDeviceGetAttribute",
+               cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+    return major >= 9;
+  }();
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
+  config.stream = exec.stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute, config.numAttrs = overlaps ? 1 : 0;
+  check_cuda(operation, "cudaLaunchKernelEx",
+             cudaLaunchKernelEx(&config, function, static_cast<Parameter>(argument)...));
+}
+
+/// How many stages the streaming kernel can have for these sizes on this device; 0 where it cannot run.
+inline unsigned expert_stream_stages(const kernel::ExpertStreamArguments& a) {
+  static const size memory = [] {
+    int device = 0, most = 0;
+    check_cuda("experts", "cudaGetDevice", cudaGetDevice(&device));
+    check_cuda("experts", "cudaDeviceGetAttribute",
+               cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    cudaFuncAttributes attributes{};
+    check_cuda("experts", "cudaFuncGetAttributes", cudaFuncGetAttributes(&attributes, kernel::expert_stream));
+    if (attributes.binaryVersion < 90) return size{0};  // compiled without what it needs: empty
+    check_cuda("experts", "cudaFuncSetAttribute",
+               cudaFuncSetAttribute(kernel::expert_stream, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+    return static_cast<size>(most);
+  }();
+  const size fixed = (sizeof(kernel::StreamShared) + 127) / 128 * 128;
+  if (memory <= fixed || a.columns() > kernel::stream_pieces * kernel::piece_columns) return 0;
+  const size stages = smaller((memory - fixed) / a.stage_bytes(), size{kernel::stream_stages});
+  return stages < 2 ? 0 : static_cast<unsigned>(stages);
+}
+
+inline kernel::LinearGlu expert_glu(const GluConfig& glu) {
+  kernel::LinearGlu result{};
+  result.silu = glu.kind == GluConfig::Kind::silu;
+  result.beta = glu.beta;
+  result.capped = glu.linear_beta.has_value();
+  if (glu.linear_beta) result.linear_beta = *glu.linear_beta;
+  return result;
+}
+
+/// The two products as two kernels, for any weights.
 template <class X>
 struct ExpertLaunch {
   const char* operation;
@@ -102,34 +158,50 @@ struct ExpertLaunch {
     run(kernel::expert_general<X, W, Glu>, kernel::expert_general_threads, a, items,
         kernel::expert_general_threads / 32);
   }
+  template <bool Glu, class Weights>
+  void tensor(const kernel::ExpertGemmArguments<X>& a, size items) const {
+    run(kernel::expert_tensor<Weights, Glu>, kernel::expert_threads, a, items, Glu ? 8 : 16);
+  }
 
   template <bool Glu>
   void multiply(const kernel::ExpertGemmArguments<X>& a, size items) const {
-    constexpr unsigned unit = Glu ? 8 : 16, threads = kernel::expert_threads;
+    using namespace kernel;
     const ElementType type = table.type();
+    const bool packed = table.layout() == ExpertLayout::packed;
     if constexpr (std::same_as<X, bf16>) {
+      if (type == ElementType::mxfp4 && packed) return tensor<Glu, Mxfp4Weights<true, true>>(a, items);
       if (type == ElementType::mxfp4)
-        return table.aligned() ? run(kernel::expert_tensor<kernel::Mxfp4Weights<true>, Glu>, threads, a, items, unit)
-                               : run(kernel::expert_tensor<kernel::Mxfp4Weights<false>, Glu>, threads, a, items, unit);
+        return table.aligned() ? tensor<Glu, Mxfp4Weights<true, false>>(a, items)
+                               : tensor<Glu, Mxfp4Weights<false, false>>(a, items);
       if (type == ElementType::bf16)
-        return table.aligned() ? run(kernel::expert_tensor<kernel::Bf16Weights<true>, Glu>, threads, a, items, unit)
-                               : run(kernel::expert_tensor<kernel::Bf16Weights<false>, Glu>, threads, a, items, unit);
+        return table.aligned() ? tensor<Glu, Bf16Weights<true>>(a, items) : tensor<Glu, Bf16Weights<false>>(a, items);
     } else {
-      if (type == ElementType::mxfp4) return general<Glu, kernel::E2m1>(a, items);
+      if (type == ElementType::mxfp4) return packed ? general<Glu, PackedE2m1>(a, items) : general<Glu, E2m1>(a, items);
       if (type == ElementType::bf16) return general<Glu, bf16>(a, items);
     }
     general<Glu, float>(a, items);
   }
-};
 
-inline kernel::LinearGlu expert_glu(const GluConfig& glu) {
-  kernel::LinearGlu result{};
-  result.silu = glu.kind == GluConfig::Kind::silu;
-  result.beta = glu.beta;
-  result.capped = glu.linear_beta.has_value();
-  if (glu.linear_beta) result.linear_beta = *glu.linear_beta;
-  return result;
-}
+  template <precision P, latent_moe_geometry G, class Latent>
+  void both(G geometry, const Latent& latent, const kernel::WorklistArguments& list, bool tensor,
+            kernel::RowOrder order, const MoeDeviceWorkspace<P>& workspace) const {
+    const size width = latent.extent(1), items = size{list.rows} * list.k;
+    kernel::ExpertGemmArguments<X> a{};
+    a.table = table.data(), a.items = list.items, a.item_count = list.item_count, a.order = list.order;
+    a.k = list.k, a.glu = expert_glu(geometry.activation);
+    a.x = tensor ? workspace.staged.data() : latent.data;
+    a.x_stride = tensor ? workspace.padded(width) : latent.strides[0];
+    a.out = workspace.mid.data(), a.out_stride = workspace.padded(geometry.expert_hidden), a.out_order = order;
+    a.rows = static_cast<unsigned>(geometry.expert_hidden), a.columns = static_cast<unsigned>(width);
+    a.padded_rows = tensor ? static_cast<unsigned>(a.out_stride) : 0;
+    multiply<true>(a, items);
+
+    a.x = a.out, a.x_stride = a.out_stride;
+    a.out = workspace.y.data(), a.out_stride = width, a.out_order = kernel::RowOrder::natural;
+    a.rows = static_cast<unsigned>(width), a.columns = static_cast<unsigned>(geometry.expert_hidden);
+    multiply<false>(a, items);
+  }
+};
 
 template <precision P, latent_moe_geometry G>
 void require_workspace(const char* operation, G g, const MoeDeviceWorkspace<P>& workspace, size rows) {
@@ -146,10 +218,10 @@ void launch_prepare(const char* operation, const gpu& exec, const kernel::Workli
                     kernel::RowOrder order, const MoeDeviceWorkspace<P>& w) {
   const size width = x.extent(1);
   const unsigned blocks = stage ? 1 + smaller(a.rows, 1024u) : 1;
-  kernel::prepare_experts<<<blocks, kernel::worklist_threads, 0, exec.stream>>>(
-      a, static_cast<const typename P::activation*>(x.data), x.strides[0], static_cast<unsigned>(width), order,
-      w.staged.data(), w.padded(width));
-  check_launch(operation);
+  using Activation = typename P::activation;
+  launch_expert_kernel(operation, exec, kernel::prepare_experts<Activation>, dim3(blocks), kernel::worklist_threads, 0,
+                       a, static_cast<const Activation*>(x.data), x.strides[0], width, order, w.staged.data(),
+                       w.padded(width));
 }
 
 }  // namespace detail
@@ -163,12 +235,12 @@ void launch_prepare(const char* operation, const gpu& exec, const kernel::Workli
 /// gives NaN. Throws invalid_argument on shapes and sizes that do not fit, before anything is launched. Rows that chose
 /// the same expert share one reading of its weights (32 at a time); a row's bits do not depend on the others. Accuracy:
 /// float within 2e-6 of double, of the largest output; bf16 within 5e-3 (L2) of the host's bf16. Cost: 17.5 MB of MXFP4
-/// per distinct expert of the released model; four kernels.
+/// per distinct expert of the released model; three kernels for packed experts (repack_experts) on sm_90, else four.
 template <latent_moe_geometry G, device_tensor<2> Latent, device_tensor<2> Ids, device_tensor<2> Weights, precision P,
           writable_device_tensor<2> Out>
-requires(std::same_as<typename Latent::value_type, typename P::activation> &&
-         std::same_as<typename Ids::value_type, id> && std::same_as<typename Weights::value_type, float> &&
-         std::same_as<typename Out::value_type, typename P::activation>)
+  requires(std::same_as<typename Latent::value_type, typename P::activation> &&
+           std::same_as<typename Ids::value_type, id> && std::same_as<typename Weights::value_type, float> &&
+           std::same_as<typename Out::value_type, typename P::activation>)
 void mix_routed_experts(const gpu& exec, G geometry, const Latent& latent, const Ids& ids, const Weights& weights,
                         const ExpertTable& table, MoeDeviceWorkspace<P>& workspace, const Out& out,
                         DeviceView<const id, 1> slots = {}, DeviceView<unsigned, 1> status = {}) {
@@ -199,30 +271,34 @@ void mix_routed_experts(const gpu& exec, G geometry, const Latent& latent, const
   list.kinds = workspace.kinds.data(), list.counts = workspace.counts.data();
   list.items = workspace.items.data(), list.item_count = workspace.item_count.data();
   list.order = workspace.order.data();
+  list.ready = workspace.ready.data(), list.tickets = workspace.tickets.data();
+
+  kernel::ExpertStreamArguments stream{};
+  if constexpr (std::same_as<X, bf16>) {
+    stream.table = table.data(), stream.items = list.items, stream.item_count = list.item_count;
+    stream.order = list.order, stream.ready = list.ready, stream.tickets = list.tickets;
+    stream.x = workspace.staged.data(), stream.mid = workspace.mid.data(), stream.y = workspace.y.data();
+    stream.width = static_cast<unsigned>(width), stream.hidden = static_cast<unsigned>(geometry.expert_hidden);
+    stream.k = list.k, stream.glu = detail::expert_glu(geometry.activation);
+    if (table.layout() == ExpertLayout::packed) stream.stages = detail::expert_stream_stages(stream);
+  }
+  if (stream.stages > 0) list.most = 8;
   detail::launch_prepare<P>(operation, exec, list, latent, tensor, order, workspace);
-
-  kernel::ExpertGemmArguments<X> a{};
-  a.table = table.data(), a.items = list.items, a.item_count = list.item_count, a.order = list.order;
-  a.k = list.k, a.glu = detail::expert_glu(geometry.activation);
-  a.x = tensor ? workspace.staged.data() : latent.data;
-  a.x_stride = tensor ? workspace.padded(width) : latent.strides[0];
-  a.out = workspace.mid.data(), a.out_stride = workspace.padded(geometry.expert_hidden), a.out_order = order;
-  a.rows = static_cast<unsigned>(geometry.expert_hidden), a.columns = static_cast<unsigned>(width);
-  a.padded_rows = tensor ? static_cast<unsigned>(a.out_stride) : 0;
-  const detail::ExpertLaunch<X> launch{operation, exec, table};
-  launch.template multiply<true>(a, rows * top_k);
-
-  a.x = a.out, a.x_stride = a.out_stride;
-  a.out = workspace.y.data(), a.out_stride = width, a.out_order = kernel::RowOrder::natural;
-  a.rows = static_cast<unsigned>(width), a.columns = static_cast<unsigned>(geometry.expert_hidden);
-  launch.template multiply<false>(a, rows * top_k);
+  if (stream.stages > 0) {
+    detail::launch_expert_kernel(
+        operation, exec, kernel::expert_stream, dim3(static_cast<unsigned>(detail::multiprocessors())),
+        kernel::stream_threads,
+        (sizeof(kernel::StreamShared) + 127) / 128 * 128 + size{stream.stages} * stream.stage_bytes(), stream);
+  } else {
+    const detail::ExpertLaunch<X> launch{operation, exec, table};
+    launch.template both<P>(geometry, latent, list, tensor, order, workspace);
+  }
 
   const dim3 grid(static_cast<unsigned>((width + 255) / 256),
                   static_cast<unsigned>(detail::smaller(rows, size{65535})));
-  kernel::combine_experts<X><<<grid, 256, 0, exec.stream>>>(workspace.y.data(), weights.data, weights.strides[0],
-                                                            list.kinds, list.rows, list.k, static_cast<unsigned>(width),
-                                                            out.data, out.strides[0]);
-  detail::check_launch(operation);
+  detail::launch_expert_kernel(operation, exec, kernel::combine_experts<X>, grid, 256, 0, workspace.y.data(),
+                               weights.data, weights.strides[0], list.kinds, list.rows, list.k, width, out.data,
+                               out.strides[0]);
 }
 
 /// The expert path that reads MXFP4 codes and E8M0 scales through a table of pointers, by name.

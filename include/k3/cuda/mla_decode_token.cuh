@@ -122,7 +122,7 @@ void mla_append(const gpu& exec, G geometry, const KvA& kv_a, const AnyVector<Me
 /// The host's mla_absorb_query on the device; kv_b F32 or BF16. Cost: W_UK, half of kv_b, read once for up to 8 rows,
 /// then from the L2 cache.
 template <mla_geometry G, device_tensor<2> Q, writable_device_tensor<3> Out>
-requires std::same_as<typename Q::value_type, typename Out::value_type>
+  requires std::same_as<typename Q::value_type, typename Out::value_type>
 void mla_absorb_query(const gpu& exec, G geometry, const Q& q, const AnyMatrix<MemorySpace::device>& kv_b,
                       const Out& q_latent) {
   using T = typename Out::value_type;
@@ -149,14 +149,16 @@ void mla_absorb_query(const gpu& exec, G geometry, const Q& q, const AnyMatrix<M
 }
 
 /// The host's mla_attend on the device: bf16 on tensor cores where kv_lora_rank is at most 512, everything else in
-/// float. A row's context is cut into at most 64 splits by its own length; no other row, page size or capacity changes
-/// a bit. Rows whose slot, position or pages are not there give zeros and RowStatus::bad_slot. Shapes as on the host,
-/// o_latent float. Accuracy and cost: those of mla_decode_token.
+/// float. On sm_90a latents of 512 and keys of 576 with more than 16 heads take mla_attend_wide, where pages are
+/// multiples of 8 positions or a slot is one page. A row's context is cut into at most 64 parts by its own length; no
+/// other row, capacity, or page size within one kernel changes a bit. With gpu::independent false the parts of that
+/// kernel depend on the whole batch, which is faster. Rows whose slot, position or pages are not there give zeros and
+/// RowStatus::bad_slot. Shapes as on the host, o_latent float. Accuracy and cost: those of mla_decode_token.
 template <mla_geometry G, device_tensor<3> Q, class T, precision P, writable_device_tensor<3> Out>
-requires(std::same_as<typename Q::value_type, T>&& std::same_as<typename P::activation, T>) void mla_attend(
-    const gpu& exec, G geometry, const Q& q_latent, const MlaKvView<T, MemorySpace::device>& kv,
-    DeviceView<const id, 1> slots, DeviceView<const size, 1> positions, const MlaDeviceWorkspace<P>& workspace,
-    const Out& o_latent, DeviceView<unsigned, 1> status = {}) {
+  requires(std::same_as<typename Q::value_type, T> && std::same_as<typename P::activation, T>)
+void mla_attend(const gpu& exec, G geometry, const Q& q_latent, const MlaKvView<T, MemorySpace::device>& kv,
+                DeviceView<const id, 1> slots, DeviceView<const size, 1> positions,
+                const MlaDeviceWorkspace<P>& workspace, const Out& o_latent, DeviceView<unsigned, 1> status = {}) {
   constexpr const char* operation = "mla_attend";
   const size rows = slots.extents[0];
   detail::mla_check_geometry(geometry, operation);
@@ -182,19 +184,30 @@ requires(std::same_as<typename Q::value_type, T>&& std::same_as<typename P::acti
   a.vector = detail::mla_aligned(kv.pages.data) && kv.pages.strides[0] % 8 == 0 && kv.pages.strides[1] % 8 == 0 &&
              a.width % 8 == 0;
   a.q_vector = detail::mla_aligned(q_latent.data) && a.q_row % 8 == 0 && a.q_head % 8 == 0;
-  const size step = a.whole ? rows : workspace.part_rows();
+  size step = a.whole ? rows : workspace.part_rows();
+  unsigned boxes = 0;
+  if constexpr (std::same_as<T, bf16>) {
+    const bool fits = workspace.wide() && a.vector && a.q_vector && a.out_head < size{1} << 24;
+    boxes = fits ? detail::mla_boxes(kv.page_size, kv.block_table.extents[1]) : 0;
+    if (boxes > 0) step = workspace.wide().rows(exec.independent, kv.capacity());
+  }
   for (size first = 0; first < rows; first += step) {
     const size count = detail::smaller(step, rows - first);
     const auto state = status.data ? status.slice(0, first, count) : status;
     a.rows = detail::mla_rows(slots.slice(0, first, count), positions.slice(0, first, count), state);
     a.q = q_latent.data + first * a.q_row, a.out = o_latent.data + first * a.out_row, a.live = workspace.live() + first;
+    if constexpr (std::same_as<T, bf16>)
+      if (boxes > 0) {
+        detail::mla_launch_wide(exec, workspace.wide(), a, boxes);
+        continue;
+      }
     detail::mla_launch_attend<T>(exec, a, tiles, count);
   }
 }
 
 /// The host's mla_expand_values on the device; kv_b F32 or BF16. Cost: W_UV, half of kv_b, read once for up to 8 rows.
 template <mla_geometry G, device_tensor<3> O, writable_device_tensor<2> Out>
-requires std::same_as<typename O::value_type, float>
+  requires std::same_as<typename O::value_type, float>
 void mla_expand_values(const gpu& exec, G geometry, const O& o_latent, const AnyMatrix<MemorySpace::device>& kv_b,
                        const Out& out) {
   constexpr const char* operation = "mla_expand_values";
@@ -217,18 +230,14 @@ void mla_expand_values(const gpu& exec, G geometry, const O& o_latent, const Any
 /// rows, and of each row's positions 1152 bytes once per 48 heads at the released geometry.
 template <mla_geometry G, device_tensor<2> Q, device_tensor<2> KvA, device_tensor<2> Gate, class T, precision P,
           writable_device_tensor<2> Out>
-requires(std::same_as<typename Out::value_type, T>&& std::same_as<typename Q::value_type, T>&&
-             std::same_as<typename KvA::value_type, T>&& std::same_as<typename Gate::value_type, T>&& std::same_as<
-                 typename P::activation, T>) void mla_decode_token(const gpu& exec, G geometry, const Q& q,
-                                                                   const KvA& kv_a,
-                                                                   const AnyVector<MemorySpace::device>& kv_a_norm,
-                                                                   const AnyMatrix<MemorySpace::device>& kv_b,
-                                                                   const Gate& gate, DeviceView<const id, 1> slots,
-                                                                   DeviceView<const size, 1> positions,
-                                                                   const MlaKvView<T, MemorySpace::device>& kv,
-                                                                   const MlaDeviceWorkspace<P>& workspace,
-                                                                   const Out& out,
-                                                                   DeviceView<unsigned, 1> status = {}) {
+  requires(std::same_as<typename Out::value_type, T> && std::same_as<typename Q::value_type, T> &&
+           std::same_as<typename KvA::value_type, T> && std::same_as<typename Gate::value_type, T> &&
+           std::same_as<typename P::activation, T>)
+void mla_decode_token(const gpu& exec, G geometry, const Q& q, const KvA& kv_a,
+                      const AnyVector<MemorySpace::device>& kv_a_norm, const AnyMatrix<MemorySpace::device>& kv_b,
+                      const Gate& gate, DeviceView<const id, 1> slots, DeviceView<const size, 1> positions,
+                      const MlaKvView<T, MemorySpace::device>& kv, const MlaDeviceWorkspace<P>& workspace,
+                      const Out& out, DeviceView<unsigned, 1> status = {}) {
   constexpr const char* operation = "mla_decode_token";
   const size rows = slots.extents[0];
   const float eps = detail::mla_norm_eps(geometry);

@@ -5,6 +5,7 @@
 #include <k3/core/overlap.hpp>
 #include <k3/core/precision.hpp>
 #include <k3/cuda/mla_device_kv.cuh>
+#include <k3/cuda/mla_wide.cuh>
 #include <k3/kernels/mla_attend.cuh>
 #include <k3/ops/row_status.hpp>
 
@@ -82,8 +83,8 @@ void mla_check_geometry(G g, const char* operation) {
 }  // namespace detail
 
 /// Device memory between the parts of mla_decode_token, for rows of up to `capacity` positions: absorbed queries,
-/// latent means, and partial results of splits for the few rows that are split over blocks. Allocated here, once, on
-/// the current device.
+/// latent means, and partial results of parts of rows: at the released geometry 104 MB on 132 multiprocessors, whatever
+/// the batch and the context. Allocated here, once, on the current device.
 template <precision P>
 class MlaDeviceWorkspace {
  public:
@@ -102,26 +103,37 @@ class MlaDeviceWorkspace {
     const size groups = detail::mla_groups(heads_);
     part_rows_ = detail::smaller(max_rows, (detail::mla_whole_blocks + groups - 1) / groups);
     const size splits = detail::mla_capacity_splits(capacity);
+    if constexpr (std::same_as<Activation, bf16>) {
+      prepare();
+      wide_ = detail::MlaWideWorkspace(heads_, width_, latent_, max_rows);
+    }
     q_latent_ = DeviceBuffer<Activation>(detail::checked_product(operation, "max_rows", max_rows, heads_ * width_));
     o_latent_ = DeviceBuffer<float>(detail::checked_product(operation, "max_rows", max_rows, heads_ * latent_));
+    live_ = DeviceBuffer<unsigned char>(max_rows);
+    if (wide_) part_rows_ = detail::smaller(part_rows_, wide_.parts() / (heads_ * splits));  // its memory serves both
+    if (wide_ && part_rows_ > 0) return;
+    part_rows_ = detail::larger(part_rows_, size{1});
     part_ = DeviceBuffer<float>(part_rows_ * heads_ * splits * latent_, false);
     stats_ = DeviceBuffer<kernel::MlaStats>(part_rows_ * heads_ * splits, false);
-    live_ = DeviceBuffer<unsigned char>(max_rows);
-    if constexpr (std::same_as<Activation, bf16>) prepare();
   }
 
   size max_rows() const { return max_rows_; }
   size capacity() const { return capacity_; }
-  size bytes() const { return q_latent_.bytes() + o_latent_.bytes() + part_.bytes() + stats_.bytes() + live_.bytes(); }
+  size bytes() const {
+    return q_latent_.bytes() + o_latent_.bytes() + part_.bytes() + stats_.bytes() + live_.bytes() + wide_.bytes();
+  }
   auto q_latent(size rows) const { return q_latent_.view(rows, heads_, width_); }
   auto o_latent(size rows) const { return o_latent_.view(rows, heads_, latent_); }
-  float* part() const { return part_.data(); }
-  kernel::MlaStats* stats() const { return stats_.data(); }
+  float* part() const { return part_.count() > 0 ? part_.data() : wide_.part(); }
+  kernel::MlaStats* stats() const { return part_.count() > 0 ? stats_.data() : wide_.stats(); }
   unsigned char* live() const { return live_.data(); }
   /// Rows whose splits the partial results have room for.
   size part_rows() const { return part_rows_; }
   /// Tiles of the cache in shared memory, 0 where the tensor-core kernel does not fit this geometry or device.
   unsigned stages() const { return stages_; }
+
+  /// Of mla_attend_wide, false where it does not apply.
+  const detail::MlaWideWorkspace& wide() const { return wide_; }
 
   /// Throws invalid_argument where the workspace was made for another geometry, for fewer rows or shorter ones.
   template <mla_geometry G>
@@ -159,6 +171,7 @@ class MlaDeviceWorkspace {
   DeviceBuffer<float> o_latent_{}, part_{};
   DeviceBuffer<kernel::MlaStats> stats_{};
   DeviceBuffer<unsigned char> live_{};
+  detail::MlaWideWorkspace wide_{};
 };
 
 }  // namespace k3

@@ -5,7 +5,7 @@
 
 #include <k3/core/overlap.hpp>
 #include <k3/cuda/execution.cuh>
-#include <k3/kernels/linear.cuh>
+#include <k3/cuda/linear_stream.cuh>
 #include <k3/ops/dense_mlp.hpp>
 
 namespace k3 {
@@ -98,17 +98,19 @@ void launch_linear(const gpu& exec, const char* operation, void (*kernel)(kernel
   check_launch(operation);
 }
 
-inline void launch_tensor(const gpu& exec, const char* operation, kernel::LinearArguments<bf16>& a, bool aligned) {
+inline void launch_tensor(const gpu& exec, const char* operation, kernel::LinearArguments<bf16>& a, size segments,
+                          bool aligned) {
+  if (aligned && a.columns > 0 && a.x_stride >= a.columns && stream_available())
+    return launch_stream(exec, operation, a, segments);
+  const bool few = a.tokens <= 8;
   if (a.columns < kernel::linear_split_columns) {
     if (!aligned) return launch_linear(exec, operation, kernel::linear_tensor<1, 1, false>, a, 8, 8);
-    if (a.tokens <= 8) return launch_linear(exec, operation, kernel::linear_tensor<1, 1, true>, a, 8, 8);
+    if (few) return launch_linear(exec, operation, kernel::linear_tensor<1, 1, true>, a, 8, 8);
     return launch_linear(exec, operation, kernel::linear_tensor<1, 4, true>, a, 8, 32);
   }
-  if (!aligned) return launch_linear(exec, operation, kernel::linear_tensor<8, 1, false>, a, 1, 8);
-  if (a.tokens <= 8) return launch_linear(exec, operation, kernel::linear_tensor<8, 1, true>, a, 1, 8);
-  if (a.tokens <= 16) return launch_linear(exec, operation, kernel::linear_tensor<2, 2, true>, a, 4, 16);
-  if (a.tokens <= 32) return launch_linear(exec, operation, kernel::linear_tensor<2, 4, true>, a, 4, 32);
-  return launch_linear(exec, operation, kernel::linear_tensor<2, 8, true>, a, 4, 64);
+  if (!aligned) return launch_linear(exec, operation, kernel::linear_tensor<4, 1, false>, a, 2, 8);
+  if (few) return launch_linear(exec, operation, kernel::linear_tensor<4, 1, true>, a, 2, 8);
+  return launch_linear(exec, operation, kernel::linear_tensor<4, 4, true>, a, 2, 32);
 }
 
 /// What linear_add does with the products; null for everything else.
@@ -147,7 +149,7 @@ void run_projections(const gpu& exec, const char* operation, const DeviceView<co
     }
     if (segments == 0) continue;
     if constexpr (std::same_as<X, bf16>) {
-      if (tensor) launch_tensor(exec, operation, a, path == LinearPath::tensor);
+      if (tensor) launch_tensor(exec, operation, a, segments, path == LinearPath::tensor);
     } else if (path == LinearPath::general_bf16) {
       launch_linear(exec, operation, kernel::linear_general<X, bf16>, a, kernel::linear_warps,
                     kernel::linear_general_tokens);
@@ -175,7 +177,7 @@ DeviceView<const T, Rank> read_only(const DeviceView<const T, Rank>& v) {
 /// float, the projections as they were made, up to 8. A projection has the same bits in any company and alone, for any
 /// R, aligned or not. Outputs must not share memory (not checked among each other). Throws invalid_argument on shapes
 /// that do not fit, weights that are neither F32 nor BF16, out sharing memory with x. Cost: each weight read once for
-/// up to 64 rows of x, then from the L2 cache.
+/// up to 128 rows of x.
 template <device_tensor<2> X>
 void projections(const gpu& exec, const X& x, std::initializer_list<Projection> list) {
   detail::run_projections(exec, "projections", detail::read_only(x), list.begin(), list.size());

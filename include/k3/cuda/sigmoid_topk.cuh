@@ -18,8 +18,8 @@ namespace k3 {
 /// for k <= 32 and E <= 4096 2 k warp reductions a row, a few microseconds for any R below the number of
 /// multiprocessors times eight; otherwise k passes over the logits.
 template <device_tensor<2> Logits, writable_device_tensor<2> Ids, writable_device_tensor<2> Weights>
-requires(std::same_as<typename Logits::value_type, float> && std::same_as<typename Ids::value_type, id> &&
-         std::same_as<typename Weights::value_type, float>)
+  requires(std::same_as<typename Logits::value_type, float> && std::same_as<typename Ids::value_type, id> &&
+           std::same_as<typename Weights::value_type, float>)
 void sigmoid_topk(const gpu& exec, const Logits& logits, const AnyVector<MemorySpace::device>& bias, size k,
                   bool renormalize, float scale, const Ids& ids, const Weights& weights,
                   DeviceView<const id, 1> slots = {}, DeviceView<unsigned, 1> status = {}) {

@@ -34,8 +34,8 @@ K3_HOST_DEVICE Real softcap(Real x, Real cap) {
   return cap * std::tanh(x / cap);
 }
 
-/// SiTU-GLU: [beta tanh(gate/beta) sigmoid(gate)] [linear_beta tanh(up/linear_beta)]. The sigmoid takes the uncapped gate, so
-/// |result| <= beta * linear_beta (100 in Kimi K3). Source: `hidden_act: situ`.
+/// SiTU-GLU: [beta tanh(gate/beta) sigmoid(gate)] [linear_beta tanh(up/linear_beta)]. The sigmoid takes the uncapped
+/// gate, so |result| <= beta * linear_beta (100 in Kimi K3). Source: `hidden_act: situ`.
 template <class Real>
 K3_HOST_DEVICE Real situ_glu(Real gate, Real up, Real beta, Real linear_beta) {
   return softcap(gate, beta) * sigmoid(gate) * softcap(up, linear_beta);

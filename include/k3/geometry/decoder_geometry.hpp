@@ -35,16 +35,22 @@ struct DecoderGeometry {
 };
 
 inline DecoderGeometry decoder_geometry_from(const K3Config& config) {
-  return {config.hidden_size,  config.vocab_size,     config.intermediate_size, config.attn_res_block_size,
-          config.rms_norm_eps, config.moe.activation, config.kda,               config.mla,
+  return {config.hidden_size,
+          config.vocab_size,
+          config.intermediate_size,
+          config.attn_res_block_size,
+          config.rms_norm_eps,
+          config.moe.activation,
+          config.kda,
+          config.mla,
           config.moe};
 }
 
 /// The run-time twin of a fixed geometry; comparing it with a config's tells whether the fixed one fits a checkpoint.
 template <decoder_geometry G>
 constexpr DecoderGeometry runtime_geometry(G g) {
-  return {g.hidden,       g.vocab,      g.dense_intermediate, g.attn_res_block_size,  g.rms_norm_eps,
-          g.activation,   kda_config(g.kda), mla_config(g.mla),    latent_moe_config(g.moe)};
+  return {g.hidden,     g.vocab,           g.dense_intermediate, g.attn_res_block_size,   g.rms_norm_eps,
+          g.activation, kda_config(g.kda), mla_config(g.mla),    latent_moe_config(g.moe)};
 }
 
 }  // namespace k3

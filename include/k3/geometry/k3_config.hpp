@@ -15,8 +15,8 @@ enum class MixerKind : unsigned char { Kda, Mla };
 /// Which feed-forward part a layer has.
 enum class MlpKind : unsigned char { Dense, LatentMoe };
 
-/// The text settings of a checkpoint, resolved: what `config.json` says with the family's rules applied. Plain data that
-/// io/config.hpp fills and that a test may fill by hand; `check` holds the relations between the fields.
+/// The text settings of a checkpoint, resolved: what `config.json` says with the family's rules applied. Plain data
+/// that io/config.hpp fills and that a test may fill by hand; `check` holds the relations between the fields.
 struct K3Config {
   size hidden_size = 0;
   size vocab_size = 0;
@@ -64,8 +64,7 @@ inline void check(const K3Config& config, const char* operation) {
   if (any_mla) check(config.mla, operation);
   if (config.first_k_dense_replace < config.mixers.size()) {
     check(config.moe, operation);
-    detail::require(config.moe.hidden == config.hidden_size, operation, "moe.hidden", config.moe.hidden,
-                    "hidden_size");
+    detail::require(config.moe.hidden == config.hidden_size, operation, "moe.hidden", config.moe.hidden, "hidden_size");
   }
 }
 

@@ -27,12 +27,17 @@ struct K3Graph {
 
   /// The graph of a config: layers below `first_k_dense_replace` are dense, the others LatentMoE.
   static K3Graph from_config(const K3Config& config) {
-    K3Graph graph{{}, config.hidden_size, config.attn_res_block_size, config.moe.activation.beta,
-                  config.moe.activation.linear_beta, config.kda.use_full_rank_gate, config.mla.mla_use_nope,
+    K3Graph graph{{},
+                  config.hidden_size,
+                  config.attn_res_block_size,
+                  config.moe.activation.beta,
+                  config.moe.activation.linear_beta,
+                  config.kda.use_full_rank_gate,
+                  config.mla.mla_use_nope,
                   config.mla.mla_use_output_gate};
     for (size index = 0; index < config.mixers.size(); ++index)
-      graph.layers.push_back({index, config.mixers[index],
-                              index < config.first_k_dense_replace ? MlpKind::Dense : MlpKind::LatentMoe});
+      graph.layers.push_back(
+          {index, config.mixers[index], index < config.first_k_dense_replace ? MlpKind::Dense : MlpKind::LatentMoe});
     return graph;
   }
 

@@ -8,8 +8,8 @@
 
 namespace k3 {
 
-/// What the KDA operations read of a geometry: H heads of D channels (keys and values alike) and the convolution's taps.
-/// A geometry is passed by value; its fields are run-time members or `static constexpr` ones of an empty type.
+/// What the KDA operations read of a geometry: H heads of D channels (keys and values alike) and the convolution's
+/// taps. A geometry is passed by value; its fields are run-time members or `static constexpr` ones of an empty type.
 template <class G>
 concept kda_geometry = requires(G g) {
   { g.heads } -> std::convertible_to<size>;
@@ -38,16 +38,24 @@ inline constexpr float KDA_L2_EPS = 1e-6f;
 
 /// Width of q, k, v and of the output: H * D.
 template <kda_geometry G>
-K3_HOST_DEVICE constexpr size kda_width(G g) { return g.heads * g.head_dim; }
+K3_HOST_DEVICE constexpr size kda_width(G g) {
+  return g.heads * g.head_dim;
+}
 /// Channels of the convolution: the q, k and v blocks, 3 * H * D.
 template <kda_geometry G>
-K3_HOST_DEVICE constexpr size kda_conv_channels(G g) { return 3 * g.heads * g.head_dim; }
+K3_HOST_DEVICE constexpr size kda_conv_channels(G g) {
+  return 3 * g.heads * g.head_dim;
+}
 /// Elements of one sequence's recurrent state [H, D key, D value].
 template <kda_geometry G>
-K3_HOST_DEVICE constexpr size kda_state_elements(G g) { return g.heads * g.head_dim * g.head_dim; }
+K3_HOST_DEVICE constexpr size kda_state_elements(G g) {
+  return g.heads * g.head_dim * g.head_dim;
+}
 /// Elements of one sequence's convolution window [3 * H * D, kernel - 1].
 template <kda_geometry G>
-K3_HOST_DEVICE constexpr size kda_conv_elements(G g) { return kda_conv_channels(g) * (g.conv_kernel - 1); }
+K3_HOST_DEVICE constexpr size kda_conv_elements(G g) {
+  return kda_conv_channels(g) * (g.conv_kernel - 1);
+}
 
 /// Throws invalid_argument where a size is zero or the state's element count overflows.
 template <kda_geometry G>
@@ -57,8 +65,8 @@ void check(G g, const char* operation) {
   detail::require(g.conv_kernel > 0, operation, "geometry.conv_kernel", g.conv_kernel, "at least 1");
   const size width = detail::checked_product(operation, "geometry.heads * head_dim", g.heads, g.head_dim);
   detail::checked_product(operation, "the state's size", width, g.head_dim);
-  detail::checked_product(operation, "the convolution window", detail::checked_product(operation, "3 * width", 3, width),
-                          g.conv_kernel);
+  detail::checked_product(operation, "the convolution window",
+                          detail::checked_product(operation, "3 * width", 3, width), g.conv_kernel);
 }
 
 /// The run-time twin of any KDA geometry that has all of KdaConfig's fields.

@@ -60,16 +60,24 @@ struct LatentMoeConfig {
 
 /// Width of what an expert reads and writes: the latent, or the hidden size where there is none.
 template <latent_moe_geometry G>
-K3_HOST_DEVICE constexpr size moe_expert_width(G g) { return g.latent > 0 ? g.latent : g.hidden; }
+K3_HOST_DEVICE constexpr size moe_expert_width(G g) {
+  return g.latent > 0 ? g.latent : g.hidden;
+}
 /// Width of the shared experts, stored as one MLP: n_shared * expert_hidden.
 template <latent_moe_geometry G>
-K3_HOST_DEVICE constexpr size moe_shared_width(G g) { return g.n_shared * g.expert_hidden; }
+K3_HOST_DEVICE constexpr size moe_shared_width(G g) {
+  return g.n_shared * g.expert_hidden;
+}
 /// Weights of one routed expert: w1, w3 [expert_hidden, width] and w2 [width, expert_hidden].
 template <latent_moe_geometry G>
-K3_HOST_DEVICE constexpr size moe_expert_weights(G g) { return 3 * g.expert_hidden * moe_expert_width(g); }
+K3_HOST_DEVICE constexpr size moe_expert_weights(G g) {
+  return 3 * g.expert_hidden * moe_expert_width(g);
+}
 /// Weights of the shared experts' MLP on the full hidden vector.
 template <latent_moe_geometry G>
-K3_HOST_DEVICE constexpr size moe_shared_weights(G g) { return 3 * g.hidden * moe_shared_width(g); }
+K3_HOST_DEVICE constexpr size moe_shared_weights(G g) {
+  return 3 * g.hidden * moe_shared_width(g);
+}
 
 /// Throws invalid_argument where a size is zero (latent and n_shared may be), top_k exceeds the experts or a product
 /// overflows.
@@ -86,7 +94,9 @@ void check(G g, const char* operation) {
   detail::require(g.hidden < limit && g.latent < limit && g.expert_hidden < limit && g.n_shared < limit, operation,
                   "geometry's widest part", detail::larger(g.hidden, detail::larger(g.latent, g.expert_hidden)),
                   "below 2^31");
-  detail::checked_product(operation, "the experts' weights", detail::checked_product(operation, "an expert", g.hidden + g.latent, g.expert_hidden), 3 * g.n_routed);
+  detail::checked_product(operation, "the experts' weights",
+                          detail::checked_product(operation, "an expert", g.hidden + g.latent, g.expert_hidden),
+                          3 * g.n_routed);
   detail::checked_product(operation, "the shared width", g.n_shared, g.expert_hidden);
 }
 

@@ -40,19 +40,29 @@ struct MlaConfig {
 
 /// Width of one head's query and key: nope + rope.
 template <mla_geometry G>
-K3_HOST_DEVICE constexpr size mla_qk_head_dim(G g) { return g.qk_nope_head_dim + g.qk_rope_head_dim; }
+K3_HOST_DEVICE constexpr size mla_qk_head_dim(G g) {
+  return g.qk_nope_head_dim + g.qk_rope_head_dim;
+}
 /// Width of the query of all heads.
 template <mla_geometry G>
-K3_HOST_DEVICE constexpr size mla_q_width(G g) { return g.heads * mla_qk_head_dim(g); }
+K3_HOST_DEVICE constexpr size mla_q_width(G g) {
+  return g.heads * mla_qk_head_dim(g);
+}
 /// Width of the values (and of gate and output) of all heads.
 template <mla_geometry G>
-K3_HOST_DEVICE constexpr size mla_v_width(G g) { return g.heads * g.v_head_dim; }
+K3_HOST_DEVICE constexpr size mla_v_width(G g) {
+  return g.heads * g.v_head_dim;
+}
 /// Rows of kv_b_proj: per head its nope key rows, then its value rows.
 template <mla_geometry G>
-K3_HOST_DEVICE constexpr size mla_kv_b_rows(G g) { return g.heads * (g.qk_nope_head_dim + g.v_head_dim); }
+K3_HOST_DEVICE constexpr size mla_kv_b_rows(G g) {
+  return g.heads * (g.qk_nope_head_dim + g.v_head_dim);
+}
 /// Width of a cached position: the normed latent, then the raw shared key part.
 template <mla_geometry G>
-K3_HOST_DEVICE constexpr size mla_cache_width(G g) { return g.kv_lora_rank + g.qk_rope_head_dim; }
+K3_HOST_DEVICE constexpr size mla_cache_width(G g) {
+  return g.kv_lora_rank + g.qk_rope_head_dim;
+}
 
 /// Throws invalid_argument where a size is zero (rope may be) or a product overflows.
 template <mla_geometry G>
@@ -66,9 +76,10 @@ void check(G g, const char* operation) {
                                      detail::larger(g.v_head_dim, g.kv_lora_rank));
   detail::require(widest < limit, operation, "geometry's widest part", widest, "below 2^31");
   detail::checked_product(operation, "the query's width", g.heads, mla_qk_head_dim(g));
-  detail::checked_product(operation, "kv_b_proj", detail::checked_product(operation, "kv_b_proj's rows", g.heads,
-                                                                          g.qk_nope_head_dim + g.v_head_dim),
-                          g.kv_lora_rank);
+  detail::checked_product(
+      operation, "kv_b_proj",
+      detail::checked_product(operation, "kv_b_proj's rows", g.heads, g.qk_nope_head_dim + g.v_head_dim),
+      g.kv_lora_rank);
 }
 
 /// The run-time twin of any MLA geometry that has all of MlaConfig's fields.

@@ -3,8 +3,8 @@
 
 #include <k3/geometry/decoder_geometry.hpp>
 
-/// Compile-time geometries: empty types whose fields are constants, for code that should know its sizes. The run-time twin of
-/// each is `runtime_geometry(kimi_k3::Decoder{})`, `kda_config(kimi_k3::Kda{})` and so on.
+/// Compile-time geometries: empty types whose fields are constants, for code that should know its sizes. The run-time
+/// twin of each is `runtime_geometry(kimi_k3::Decoder{})`, `kda_config(kimi_k3::Kda{})` and so on.
 namespace k3 {
 
 /// Kimi K3 as released: 93 layers, 2.78 T parameters.

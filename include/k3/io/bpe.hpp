@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -184,43 +185,68 @@ class BpeMerger {
     for (size i = 0; i < parts; ++i) append(ranks, piece.substr(begin[i], begin[i + 1] - begin[i]), out);
   }
 
-  /// Two adjacent parts that could become one: [begin, end) of the piece. Ordered by rank, then from the left.
-  struct Candidate {
-    std::uint32_t rank, begin, end;
-    friend bool operator<(const Candidate& a, const Candidate& b) {  // the heap has its greatest on top
-      return a.rank != b.rank ? a.rank > b.rank : a.begin > b.begin;
-    }
-  };
+  /// A pair that could become one part, as rank << 32 | where it begins: the order in which pairs are joined. It is
+  /// outdated where `joined_` has another rank there by now.
+  using Candidate = std::uint64_t;
+
+  /// Finds out what the part at `begin` makes with the one behind it; none for the last part.
+  std::uint32_t join(const RankTable& ranks, std::string_view piece, std::uint32_t begin) {
+    const std::uint32_t middle = next_[begin];
+    joined_[begin] = middle == piece.size() ? RankTable::none : ranks.find(piece.substr(begin, next_[middle] - begin));
+    return joined_[begin];
+  }
 
   void consider(const RankTable& ranks, std::string_view piece, std::uint32_t begin) {
-    const std::uint32_t middle = next_[begin];
-    if (middle == piece.size()) return;
-    const std::uint32_t end = next_[middle];
-    const std::uint32_t rank = ranks.find(piece.substr(begin, end - begin));
+    const std::uint32_t rank = join(ranks, piece, begin);
     if (rank == RankTable::none) return;
-    heap_.push_back({rank, begin, end});
-    std::push_heap(heap_.begin(), heap_.end());
+    heap_.push_back(Candidate{rank} << 32 | begin);
+    std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
+  }
+
+  /// Sorts the first candidates, which come in the order of their places, by rank: two stable passes of 12 bits.
+  void sort_first() {
+    static_assert(RankTable::max_tokens <= size{1} << 24);
+    for (const int shift : {32, 44}) {
+      std::uint32_t starts[4097] = {};
+      for (const Candidate c : first_) ++starts[(c >> shift & 4095u) + 1];
+      for (size digit = 0; digit < 4096; ++digit) starts[digit + 1] += starts[digit];
+      sorted_.resize(first_.size());
+      for (const Candidate c : first_) sorted_[starts[c >> shift & 4095u]++] = c;
+      first_.swap(sorted_);
+    }
   }
 
   void merge_long(const RankTable& ranks, std::string_view piece, std::vector<id>& out) {
     const auto n = static_cast<std::uint32_t>(piece.size());
     next_.resize(n);
+    joined_.resize(n);
     previous_.resize(n + size{1});
     heap_.clear();
+    first_.clear();
     for (std::uint32_t i = 0; i < n; ++i) next_[i] = i + 1, previous_[i + size{1}] = i;
-    for (std::uint32_t i = 0; i < n; ++i) consider(ranks, piece, i);
-    while (!heap_.empty()) {
-      const Candidate top = heap_.front();
-      std::pop_heap(heap_.begin(), heap_.end());
-      heap_.pop_back();
-      const std::uint32_t middle = next_[top.begin];
-      // Outdated where the left part is gone (0), was the last one, or its neighbour has grown.
-      if (middle == 0 || middle == n || next_[middle] != top.end) continue;
-      next_[top.begin] = top.end;
-      next_[middle] = 0;
-      previous_[top.end] = top.begin;
-      consider(ranks, piece, top.begin);
-      if (top.begin > 0) consider(ranks, piece, previous_[top.begin]);
+    for (std::uint32_t i = 0; i < n; ++i) {
+      const std::uint32_t rank = join(ranks, piece, i);
+      if (rank != RankTable::none) first_.push_back(Candidate{rank} << 32 | i);
+    }
+    sort_first();
+    for (size at = 0; at < first_.size() || !heap_.empty();) {
+      // The pairs of single bytes are sorted once; only those that merging makes need a heap.
+      Candidate best;
+      if (heap_.empty() || (at < first_.size() && first_[at] < heap_.front())) {
+        best = first_[at++];
+      } else {
+        best = heap_.front();
+        std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
+        heap_.pop_back();
+      }
+      const auto begin = static_cast<std::uint32_t>(best);
+      if (joined_[begin] != best >> 32) continue;
+      const std::uint32_t middle = next_[begin], end = next_[middle];
+      next_[begin] = end;
+      joined_[middle] = RankTable::none;
+      previous_[end] = begin;
+      consider(ranks, piece, begin);
+      if (begin > 0) consider(ranks, piece, previous_[begin]);
     }
     for (std::uint32_t i = 0; i < n; i = next_[i]) append(ranks, piece.substr(i, next_[i] - i), out);
     if (n > kept) *this = BpeMerger();
@@ -229,7 +255,8 @@ class BpeMerger {
   static constexpr size kept = size{1} << 18;  // a longer piece's memory is given back
 
   std::vector<std::uint32_t> next_, previous_;  // [bytes]: where the next and the previous part begin
-  std::vector<Candidate> heap_;
+  std::vector<std::uint32_t> joined_;           // [bytes]: rank of the part there joined with the next
+  std::vector<Candidate> first_, sorted_, heap_;
 };
 
 }  // namespace k3

@@ -38,12 +38,16 @@ class CheckpointTensors {
       hints_.has_residual_scores = hints_.has_residual_scores || tensor.name.ends_with("_res_proj.weight");
       hints_.has_latent_projections =
           hints_.has_latent_projections || tensor.name.ends_with(".routed_expert_down_proj.weight");
+      hints_.has_packed_experts = hints_.has_packed_experts || tensor.name.ends_with(".weight_packed");
     }
   }
 
   const Safetensors& files() const { return *files_; }
   std::shared_ptr<const CheckpointStorage> storage() const { return storage_; }
   const CheckpointHints& hints() const { return hints_; }
+
+  /// The length to which A_log may be padded: a KDA head's channels.
+  void set_padded_a_log(size length) { padded_a_log_ = length; }
 
   /// The tensor `name`, marked as used; null where there is none. Some writers leave the prefix away for single tensors
   /// (the head): then that one is meant. Where both exist, the other is found to be unknown.
@@ -67,12 +71,33 @@ class CheckpointTensors {
   /// Sets `weight` to the tensor `name`, whose shape in the file follows from `shape` and `role`.
   template <size Rank>
   void bind(const std::string& name, AnyView<Rank>& weight, const size (&shape)[Rank], WeightRole role) {
+    place(describe(name, weight, shape, role), weight);
+  }
+
+  /// As bind, but gives `weight` type and extents only.
+  template <size Rank>
+  const TensorInfo& describe(const std::string& name, AnyView<Rank>& weight, const size (&shape)[Rank],
+                             WeightRole role) {
     const TensorInfo& tensor = at(name);
     if (role == WeightRole::a_log)
       check_a_log(tensor, shape[0]);
     else
       require_shape(tensor, shape, role);
-    weight = typed(tensor, shape);
+    weight = {};
+    weight.type = stored_type(tensor);
+    for (size d = 0; d < Rank; ++d) weight.extents[d] = shape[d];
+    return tensor;
+  }
+
+  /// Gives a described weight its address in the file map; copies the tensor where it does not lie aligned.
+  template <size Rank>
+  void place(const TensorInfo& tensor, AnyView<Rank>& weight) {
+    weight.data = files_->data(tensor);
+    if (reinterpret_cast<std::uintptr_t>(weight.data) % dtype_bytes(tensor.dtype) == 0) return;
+    auto copy = std::make_unique<AlignedCopy>(tensor.bytes() / sizeof(double) + 1);
+    std::memcpy(copy->data(), weight.data, tensor.bytes());
+    weight.data = copy->data();
+    storage_->copies.push_back(std::move(copy));
   }
 
   /// Throws for the first text tensor that no part of the model has asked for.
@@ -84,32 +109,13 @@ class CheckpointTensors {
   }
 
  private:
-  // A view of the tensor with these extents, in its stored type; copied where it does not lie aligned.
-  template <size Rank>
-  AnyView<Rank> typed(const TensorInfo& tensor, const size (&extents)[Rank]) {
-    AnyView<Rank> result;
+  ElementType stored_type(const TensorInfo& tensor) const {
     switch (tensor.dtype) {
-      case DType::bf16:
-        result.type = ElementType::bf16;
-        break;
-      case DType::f32:
-        result.type = ElementType::f32;
-        break;
-      case DType::f64:
-        result.type = ElementType::f64;
-        break;
-      default:
-        fail(tensor, "has type " + std::string(dtype_name(tensor.dtype)) + ", expected BF16, F32 or F64");
+      case DType::bf16: return ElementType::bf16;
+      case DType::f32: return ElementType::f32;
+      case DType::f64: return ElementType::f64;
+      default: fail(tensor, "has type " + std::string(dtype_name(tensor.dtype)) + ", expected BF16, F32 or F64");
     }
-    for (size d = 0; d < Rank; ++d) result.extents[d] = extents[d];
-    result.data = files_->data(tensor);
-    if (reinterpret_cast<std::uintptr_t>(result.data) % dtype_bytes(tensor.dtype) != 0) {
-      auto copy = std::make_unique<AlignedCopy>(tensor.bytes() / sizeof(double) + 1);
-      std::memcpy(copy->data(), result.data, tensor.bytes());
-      result.data = copy->data();
-      storage_->copies.push_back(std::move(copy));
-    }
-    return result;
   }
 
   void require_shape(const TensorInfo& tensor, std::span<const size> shape, WeightRole role) const {
@@ -120,15 +126,18 @@ class CheckpointTensors {
       fail(tensor, "has shape " + shape_text(tensor.shape) + ", expected " + shape_text(in_file));
   }
 
-  // One entry per head, as [H] or [1, 1, H, 1], or more (the released files have as many as a head has channels), of
-  // which those past the heads must be zero.
+  // One entry per head, as [H] or [1, 1, H, 1], or as in the released files one per channel of a head, of which those
+  // past the heads must be zero.
   void check_a_log(const TensorInfo& tensor, size heads) const {
     const size count = tensor.elements();
     const bool flat = tensor.shape.size() == 1;
     const bool broadcast = tensor.shape.size() == 4 && tensor.shape[2] == heads;
-    if (!(broadcast && count == heads) && !(flat && count >= heads))
-      fail(tensor, "has shape " + shape_text(tensor.shape) + ", expected [" + std::to_string(heads) +
-                       "], or longer with zeros after the heads");
+    const bool padded = count == padded_a_log_ && count > heads;
+    if (!(broadcast && count == heads) && !(flat && (count == heads || padded)))
+      fail(
+          tensor,
+          "has shape " + shape_text(tensor.shape) + ", expected [" + std::to_string(heads) + "]" +
+              (padded_a_log_ > heads ? ", or [" + std::to_string(padded_a_log_) + "] with zeros after the heads" : ""));
     if (count == heads) return;
     if (tensor.dtype != DType::f32)
       fail(tensor, "is padded and of type " + std::string(dtype_name(tensor.dtype)) + ", expected F32");
@@ -148,6 +157,7 @@ class CheckpointTensors {
   std::vector<bool> used_;
   std::string prefix_;
   CheckpointHints hints_;
+  size padded_a_log_ = 0;
 };
 
 }  // namespace k3::detail

@@ -13,6 +13,7 @@ namespace k3 {
 struct CheckpointHints {
   bool has_residual_scores = false;     ///< any `*_res_proj` tensor
   bool has_latent_projections = false;  ///< any `routed_expert_down_proj` tensor
+  bool has_packed_experts = false;      ///< any `weight_packed` tensor
 };
 
 namespace detail {
@@ -230,6 +231,8 @@ inline K3Config config_from_json(const nlohmann::json& json, const std::string& 
   detail::refuse_unsupported(text);
   detail::check_quantization(text);
   if (wrapped) detail::check_quantization(outer);
+  if (hints.has_packed_experts && !text.has("quantization_config") && !outer.has("quantization_config"))
+    text.refuse("quantization_config", "the settings of mxfp4-pack-quantized, since the files hold packed experts");
   if (!text.has("linear_attn_config")) text.refuse("linear_attn_config", "an object of settings");
   const detail::ConfigReader linear(text, "linear_attn_config");
   config.mixers = detail::mixers_from(linear, layers);

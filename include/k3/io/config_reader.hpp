@@ -151,16 +151,10 @@ class JsonGuard {
 
 }  // namespace detail
 
-/// The tree of a whole JSON file of at most `limit` bytes. Throws format_error, with the byte where parsing stopped,
-/// for what is not a regular file, not one valid JSON value, nested more than 64 levels deep, or has a key twice in an
-/// object.
-inline nlohmann::json read_json_file(const std::string& path, size limit = size{1} << 24) {
-  const MappedFile file(path);
-  if (file.bytes() > limit)
-    throw format_error(
-        path, "", "has " + std::to_string(file.bytes()) + " bytes, more than the limit of " + std::to_string(limit));
-  if (file.bytes() == 0) throw format_error(path, "", "is empty, expected JSON", 0);
-  const std::string_view text(reinterpret_cast<const char*>(file.data()), file.bytes());
+/// The tree of JSON text. Throws format_error, naming `path` and the byte where parsing stopped, for what is not one
+/// valid JSON value, nested more than 64 levels deep, or has a key twice in an object.
+inline nlohmann::json json_from_text(std::string_view text, const std::string& path) {
+  if (text.empty()) throw format_error(path, "", "is empty, expected JSON", 0);
   try {
     detail::JsonGuard guard(path);
     return nlohmann::json::parse(text, [&](int depth, nlohmann::json::parse_event_t event, nlohmann::json& value) {
@@ -172,6 +166,16 @@ inline nlohmann::json read_json_file(const std::string& path, size limit = size{
   } catch (const nlohmann::json::exception& problem) {  // numbers that no type holds
     throw format_error(path, "", "is not valid JSON: " + detail::printable(problem.what()));
   }
+}
+
+/// The tree of a whole JSON file of at most `limit` bytes. Throws format_error for what is not a regular file or
+/// longer, and as json_from_text.
+inline nlohmann::json read_json_file(const std::string& path, size limit = size{1} << 24) {
+  const MappedFile file(path);
+  if (file.bytes() > limit)
+    throw format_error(
+        path, "", "has " + std::to_string(file.bytes()) + " bytes, more than the limit of " + std::to_string(limit));
+  return json_from_text({reinterpret_cast<const char*>(file.data()), file.bytes()}, path);
 }
 
 }  // namespace k3

@@ -28,7 +28,7 @@ class MappedFile {
     // Opening a FIFO must not wait for its other end; regular files ignore the flag.
     file_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
     if (file_ < 0) fail("cannot be opened: ", errno);
-    struct stat status {};
+    struct stat status{};
     if (::fstat(file_, &status) != 0) fail("cannot be examined: ", errno);
     if (!S_ISREG(status.st_mode)) fail("is not a regular file", 0);
     bytes_ = static_cast<size>(status.st_size);
@@ -49,9 +49,33 @@ class MappedFile {
   const std::byte* data() const noexcept { return data_; }
   size bytes() const noexcept { return bytes_; }
 
+  /// Where reading ended, and the system's error number, or 0 at the end of the file.
+  struct ReadEnd {
+    size at;
+    int code;
+  };
+
+  /// Copies bytes [begin, end) to `to`, from the file and not through the map: safe where others may truncate it.
+  ReadEnd read(size begin, size end, std::byte* to) const noexcept {
+    while (begin < end) {
+      const ssize_t count = ::pread(file_, to, end - begin, static_cast<off_t>(begin));
+      if (count < 0 && errno == EINTR) continue;
+      if (count <= 0) return {begin, count < 0 ? errno : 0};
+      begin += static_cast<size>(count);
+      to += count;
+    }
+    return {begin, 0};
+  }
+
+  /// Says that `read` will be asked for pieces here and there: each is then fetched in one go instead of by guessing
+  /// what comes next, which fails with several threads. A hint; it does not concern the map.
+  void expect_random_reads() const noexcept {
+    if (file_ >= 0) ::posix_fadvise(file_, 0, 0, POSIX_FADV_RANDOM);
+  }
+
   /// Whether the file still has the size it was mapped with.
   bool still_whole() const noexcept {
-    struct stat status {};
+    struct stat status{};
     return file_ < 0 || (::fstat(file_, &status) == 0 && static_cast<size>(status.st_size) == bytes_);
   }
 

@@ -118,8 +118,19 @@ class HeaderReader final : public JsonReader {
 
  private:
   enum class Place {
-    start, top, entry_start, entry, dtype, shape_start, shape, offsets_start, offsets, metadata_start,
-    metadata, metadata_value, done
+    start,
+    top,
+    entry_start,
+    entry,
+    dtype,
+    shape_start,
+    shape,
+    offsets_start,
+    offsets,
+    metadata_start,
+    metadata,
+    metadata_value,
+    done
   };
   enum Field : unsigned { has_dtype = 1, has_shape = 2, has_offsets = 4 };
 

@@ -101,7 +101,17 @@ class IndexReader final : public JsonReader {
 
  private:
   enum class Place {
-    start, top, map_start, map, shard, metadata_start, metadata, total, other_in_metadata, other, done
+    start,
+    top,
+    map_start,
+    map,
+    shard,
+    metadata_start,
+    metadata,
+    total,
+    other_in_metadata,
+    other,
+    done
   };
   static constexpr size max_depth = 32;
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <unistd.h>
+
 #include <cerrno>
 #include <cstdio>
 #include <map>
@@ -18,11 +20,13 @@
 namespace k3 {
 
 /// How a header is laid out. With `pad` it is filled up with spaces so that the data begin at a multiple of 8 bytes;
-/// `extra_spaces` more follow (a test uses one to get odd addresses).
+/// `extra_spaces` more follow (a test uses one to get odd addresses). A `hollow` file is not given its data: it gets
+/// its full length, reads as zeros and takes no room on most disks.
 struct SafetensorsOptions {
   std::map<std::string, std::string> metadata = {{"format", "pt"}};
   bool pad = true;
   size extra_spaces = 0;
+  bool hollow = false;
 };
 
 namespace detail {
@@ -47,6 +51,14 @@ class PartFile {
     require_sound();
     errno = 0;
     if (bytes > 0 && std::fwrite(data, 1, bytes, stream_.get()) != bytes) fail("cannot be written: ");
+  }
+
+  /// Makes the file longer, to `bytes`, by zeros that are not written.
+  void extend(std::uint64_t bytes) {
+    require_sound();
+    errno = 0;
+    if (std::fflush(stream_.get()) != 0 || ::ftruncate(::fileno(stream_.get()), static_cast<off_t>(bytes)) != 0)
+      fail("cannot be written: ");
   }
 
   /// All bytes handed over to the system; the file still has its temporary name.
@@ -130,7 +142,10 @@ class SafetensorsWriter {
   /// Checks that all was written and hands it over; the file still has a temporary name.
   void close() {
     start();
-    if (!tensors_.empty()) {
+    if (options_.hollow) {
+      if (written_ < total_bytes()) file_.extend(header_bytes_ + total_bytes());
+      written_ = total_bytes();
+    } else if (!tensors_.empty()) {
       skip_finished(tensors_.size() - 1);
       require(written_ == total_bytes(), tensors_[next_].name, progress(), "all of them");
     }
@@ -200,6 +215,7 @@ class SafetensorsWriter {
     for (unsigned i = 0; i < 8; ++i) length[i] = static_cast<unsigned char>(std::uint64_t{header.size()} >> 8 * i);
     file_.write(length, sizeof(length));
     file_.write(header.data(), header.size());
+    header_bytes_ = sizeof(length) + header.size();
   }
 
   detail::PartFile file_;
@@ -208,7 +224,7 @@ class SafetensorsWriter {
   std::unordered_map<std::string, size> positions_;
   bool started_ = false;
   size next_ = 0;
-  std::uint64_t written_ = 0;
+  std::uint64_t written_ = 0, header_bytes_ = 0;
 };
 
 /// Writes a checkpoint folder: `model-00001-of-00003.safetensors` and so on, and the index. Use as SafetensorsWriter;

@@ -17,7 +17,23 @@ namespace k3 {
 
 /// The element types of the safetensors format whose elements are whole bytes.
 enum class DType : std::uint8_t {
-    boolean, u8, i8, f8_e5m2, f8_e4m3, f8_e8m0, i16, u16, f16, bf16, i32, u32, f32, c64, f64, i64, u64
+  boolean,
+  u8,
+  i8,
+  f8_e5m2,
+  f8_e4m3,
+  f8_e8m0,
+  i16,
+  u16,
+  f16,
+  bf16,
+  i32,
+  u32,
+  f32,
+  c64,
+  f64,
+  i64,
+  u64
 };
 
 namespace detail {

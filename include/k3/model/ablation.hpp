@@ -7,12 +7,12 @@
 
 namespace k3 {
 
-/// Deliberate faults, for tests that must notice them and for studies of what a part is worth. The default changes nothing.
+/// Deliberate faults, for tests that must notice them and for studies of a part's worth. The default changes nothing.
 struct Ablation {
-  float attnres_mix = 1.0f;              ///< 0: the running stream alone; 1: the trained mixture
-  std::optional<size> force_expert{};    ///< router logits become 0, this expert's 8
-  std::optional<size> skip_layer{};      ///< this layer does nothing
-  size o_proj_tp = 1;                    ///< 2: o_proj as the sum of two column halves, as two ranks would compute it
+  float attnres_mix = 1.0f;                ///< 0: the running stream alone; 1: the trained mixture
+  std::optional<size> force_expert{};      ///< router logits become 0, this expert's 8
+  std::optional<size> skip_layer{};        ///< this layer does nothing
+  size o_proj_tp = 1;                      ///< 2: o_proj as the sum of two column halves, as two ranks would compute it
   std::optional<size> drop_o_proj_rank{};  ///< with o_proj_tp 2: leave this half out
 
   /// What K3_ATTNRES_MIX and K3_FORCE_EXPERT ask for.

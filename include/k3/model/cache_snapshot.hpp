@@ -19,24 +19,24 @@ struct LayerSnapshot {
   std::vector<typename P::activation> latents;  // [position, kv_lora+rope]
 };
 
-/// All that a decoder knows of one sequence after `position` tokens, apart from any cache: keep it, restore it into a slot,
-/// into several, or write it to a file. Two snapshots of the same tokens are equal byte for byte.
+/// All that a decoder knows of one sequence after `position` tokens, apart from any cache: keep it, restore it into a
+/// slot, into several, or write it to a file. Two snapshots of the same tokens are equal byte for byte.
 template <precision P>
 struct CacheSnapshot {
   size position = 0;
   std::vector<LayerSnapshot<P>> layers;
 
-  /// The snapshot as bytes, little-endian: "K3CACHE\0", version, the element types of state, window and latents, position,
-  /// number of layers; per layer a tag (1 KDA, 2 MLA), 64-bit counts and the elements. No padding, no length limit.
+  /// The snapshot as bytes, little-endian: "K3CACHE\0", version, the element types of state, window and latents,
+  /// position, number of layers; per layer a tag (1 KDA, 2 MLA), 64-bit counts and the elements. No padding, no limit.
   std::vector<unsigned char> to_bytes() const;
 
-  /// Reads to_bytes' form. Throws format_error, with the byte offset, for anything else: other magic, version or element
-  /// types, an unknown tag, counts that the bytes do not hold, bytes left over. Allocates only what the bytes hold.
+  /// Reads to_bytes' form. Throws format_error, with the byte offset, for anything else: other magic, version or
+  /// element types, an unknown tag, counts that the bytes do not hold, bytes left over. Allocates what they hold.
   static CacheSnapshot from_bytes(const unsigned char* bytes, size count);
 };
 
-/// A point of a sequence to which its cache can be set back: the KDA states as they were. The MLA latents stay in the cache,
-/// since later tokens only append; so a point serves only the slot and the sequence it was taken from.
+/// A point of a sequence to which its cache can be set back: the KDA states as they were. The MLA latents stay in the
+/// cache, since later tokens only append; so a point serves only the slot and the sequence it was taken from.
 template <precision P>
 struct RollbackPoint {
   size slot = 0, position = 0, generation = 0;
@@ -45,8 +45,8 @@ struct RollbackPoint {
 
 namespace detail {
 
-/// What one layer of a cache keeps of a sequence, in elements: a KDA layer's state and window, or the width of an MLA row and
-/// how much of it is the latent.
+/// What one layer of a cache keeps of a sequence, in elements: a KDA layer's state and window, or the width of an MLA
+/// row and how much of it is the latent.
 struct LayerShape {
   MixerKind mixer = MixerKind::Kda;
   size recurrent = 0, conv = 0, width = 0, latent = 0;
@@ -66,7 +66,8 @@ inline std::vector<LayerShape> layer_shapes(const K3Graph& graph, const KdaConfi
 
 /// Throws invalid_argument unless `layer` is what a layer of this shape keeps of `position` tokens.
 template <precision P>
-void check_layer(const char* operation, size index, const LayerShape& shape, size position, const LayerSnapshot<P>& layer) {
+void check_layer(const char* operation, size index, const LayerShape& shape, size position,
+                 const LayerSnapshot<P>& layer) {
   const auto fail = [&](const char* part, const std::string& found, const std::string& expected) {
     throw invalid_argument(operation, "layer " + std::to_string(index) + part, found, expected);
   };
@@ -119,7 +120,9 @@ constexpr std::uint32_t cache_types() {
 class ByteWriter {
  public:
   template <class T>
-  void value(T v) { raw(&v, sizeof(T)); }
+  void value(T v) {
+    raw(&v, sizeof(T));
+  }
   template <class T>
   void elements(const std::vector<T>& values) {
     value(static_cast<std::uint64_t>(values.size()));

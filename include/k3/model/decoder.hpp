@@ -18,8 +18,8 @@ struct NoObserver {
 };
 
 /// The decoder's schedule on the host, for one model and one precision; geometry fixed at compile time or read from the
-/// config. All memory of a pass is allocated by the constructor. One Decoder serves one thread at a time; the model may be
-/// shared. Per token, with p the running stream and B the snapshots:
+/// config. All memory of a pass is allocated by the constructor. One Decoder serves one thread at a time; the model may
+/// be shared. Per token, with p the running stream and B the snapshots:
 ///   x = mix(p, B); every `attn_res_block_size` layers: push p on B and empty p;  p += Mixer(rms(x));
 ///   x = mix(p, B);  p += FFN(rms(x));  after the last layer: logits = lm_head rms(mix(p, B)).
 /// Without Attention Residuals x is p. Source: kimi-k3 graph, config.json.
@@ -29,8 +29,8 @@ class Decoder {
   using Activation = typename P::activation;
   using Accumulator = typename P::accumulator;
 
-  /// `max_rows` rows a pass, of which `max_logit_rows` may ask for logits. Throws invalid_argument where a weight is absent or
-  /// has another shape, or `geometry` is not the config's.
+  /// `max_rows` rows a pass, of which `max_logit_rows` may ask for logits. Throws invalid_argument where a weight is
+  /// absent or has another shape, or `geometry` is not the config's.
   Decoder(const host& exec, const K3CpuModel& model, size max_rows = 32, size max_logit_rows = 1,
           const Ablation& ablation = {})
     requires std::same_as<G, DecoderGeometry>
@@ -38,8 +38,12 @@ class Decoder {
 
   Decoder(const host& exec, const K3CpuModel& model, G geometry, size max_rows, size max_logit_rows,
           const Ablation& ablation = {})
-      : exec_(exec), model_(checked(model, geometry, max_rows, max_logit_rows, ablation)), geometry_(geometry),
-        ablation_(ablation), max_rows_(max_rows), max_logit_rows_(max_logit_rows),
+      : exec_(exec),
+        model_(checked(model, geometry, max_rows, max_logit_rows, ablation)),
+        geometry_(geometry),
+        ablation_(ablation),
+        max_rows_(max_rows),
+        max_logit_rows_(max_logit_rows),
         shapes_(detail::layer_shapes(model.graph, model.config.kda, model.config.mla)),
         work_(geometry, model.graph, max_rows, max_logit_rows) {}
 
@@ -52,9 +56,9 @@ class Decoder {
     return HybridCache<P>(model_.graph, model_.config.kda, model_.config.mla, slots, capacity);
   }
 
-  /// Takes the batch's tokens into their sequences and computes the wanted logits. Shapes, ids, slots, positions and capacity
-  /// are checked first (invalid_argument, nothing changed). NaN found on the way is recorded: see status(). An exception from
-  /// an expert source leaves the batch's sequences unusable until reset or restored.
+  /// Takes the batch's tokens into their sequences and computes the wanted logits. Shapes, ids, slots, positions and
+  /// capacity are checked first (invalid_argument, nothing changed). NaN found on the way is recorded: see status(). An
+  /// exception from an expert source leaves the batch's sequences unusable until reset or restored.
   template <class Observer = NoObserver>
   void forward(HybridCache<P>& cache, const DecoderBatch& batch, Observer&& observe = {}) {
     detail::check_batch(batch, cache, shapes_, size{geometry_.vocab}, max_rows_, max_logit_rows_);
@@ -88,7 +92,8 @@ class Decoder {
     require_index("Decoder::status", index);
     return work_.logit_status[index];
   }
-  /// The most likely token of the wanted row `index`; ties go to the lower id. Throws invalid_argument where the row is not ok.
+  /// The most likely token of the wanted row `index`; ties go to the lower id. Throws invalid_argument where the row is
+  /// not ok.
   id argmax(size index) const {
     if (status(index) != RowStatus::ok)
       throw invalid_argument("Decoder", "logits of row " + std::to_string(index), text(status(index)), "numbers");
@@ -100,7 +105,9 @@ class Decoder {
     detail::require(index < logit_count_, operation, "index", index, "below the number of wanted rows");
   }
   template <class T>
-  auto rows_of(std::vector<T>& memory, size width) const { return view(memory.data(), rows_, width); }
+  auto rows_of(std::vector<T>& memory, size width) const {
+    return view(memory.data(), rows_, width);
+  }
 
   static const K3CpuModel& checked(const K3CpuModel& model, G geometry, size max_rows, size max_logit_rows,
                                    const Ablation& ablation);
@@ -110,8 +117,8 @@ class Decoder {
   template <class Observer>
   void run_layer(LayerCache<P>& cache, const LayerWeights& layer, Observer& observe);
   template <class Observer>
-  void norm_input(const AnyVector<>& res_norm, const AnyVector<>& res_proj, const AnyVector<>& norm, const char* probs_name,
-                  size layer, Observer& observe);
+  void norm_input(const AnyVector<>& res_norm, const AnyVector<>& res_proj, const AnyVector<>& norm,
+                  const char* probs_name, size layer, Observer& observe);
   void add_to_stream(bool empty);
   template <class Observer>
   void head(Observer& observe);
@@ -180,8 +187,8 @@ void Decoder<P, G>::run_layer(LayerCache<P>& cache, const LayerWeights& layer, O
   const auto part = rows_of(work_.part, hidden);
   const HostView<const id, 1> slots = view(work_.slots.data(), rows_);
 
-  norm_input(layer.self_attention_res_norm, layer.self_attention_res_proj, layer.input_layernorm, "attn_res_probs", index,
-             observe);
+  norm_input(layer.self_attention_res_norm, layer.self_attention_res_proj, layer.input_layernorm, "attn_res_probs",
+             index, observe);
   const bool new_block = starts_block(index, geometry_.attn_res_block_size);
   if (new_block) {
     // The stream that enters the layer, before mixing, becomes a snapshot; the running sum starts anew.
@@ -202,7 +209,7 @@ void Decoder<P, G>::run_layer(LayerCache<P>& cache, const LayerWeights& layer, O
   norm_input(layer.mlp_res_norm, layer.mlp_res_proj, layer.post_attention_layernorm, "mlp_res_probs", index, observe);
   if (layer.spec.mlp == MlpKind::Dense) {
     dense_mlp(exec_, geometry_.activation, normed, layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj,
-                 *work_.mlp, part);
+              *work_.mlp, part);
   } else {
     latent_moe_forward(exec_, geometry_.moe, normed, layer.moe, *layer.experts,
                        static_cast<Accumulator>(geometry_.rms_norm_eps), *work_.moe, part,
@@ -227,10 +234,11 @@ void Decoder<P, G>::norm_input(const AnyVector<>& res_norm, const AnyVector<>& r
   const auto eps = static_cast<Accumulator>(geometry_.rms_norm_eps);
   if (geometry_.attn_res_block_size == 0) return rms_norm(exec_, stream, norm, eps, normed);
   const auto mixed = rows_of(work_.mixed, hidden);
-  const auto snapshots = view(static_cast<const Activation*>(work_.snapshots.data()), work_.snapshot_count, max_rows_, hidden)
-                             .slice(0, 0, snapshots_)
-                             .slice(1, 0, rows_);                                  // [snapshots, R, hidden]
-  const auto probs = view(work_.probs.data(), rows_, snapshots_ + 1);              // [R, sources]
+  const auto snapshots =
+      view(static_cast<const Activation*>(work_.snapshots.data()), work_.snapshot_count, max_rows_, hidden)
+          .slice(0, 0, snapshots_)
+          .slice(1, 0, rows_);                                         // [snapshots, R, hidden]
+  const auto probs = view(work_.probs.data(), rows_, snapshots_ + 1);  // [R, sources]
   attnres_mix(exec_, snapshots, stream, res_norm, res_proj, eps, ablation_.attnres_mix, mixed, probs);
   observe(probs_name, layer, probs);
   observe("mixed", layer, mixed);
@@ -243,7 +251,8 @@ void Decoder<P, G>::add_to_stream(bool empty) {
   const size count = rows_ * geometry_.hidden;
   Activation* const stream = work_.stream.data();
   const Activation* const part = work_.part.data();
-  if (empty) for (size i = 0; i < count; ++i) stream[i] = part[i];
+  if (empty)
+    for (size i = 0; i < count; ++i) stream[i] = part[i];
   else
     for (size i = 0; i < count; ++i)
       stream[i] = static_cast<Activation>(static_cast<Accumulator>(stream[i]) + static_cast<Accumulator>(part[i]));
@@ -266,7 +275,8 @@ void Decoder<P, G>::head(Observer& observe) {
   const auto logits = view(work_.logits.data(), logit_count_, vocab);
   linear(exec_, view(work_.head_input.data(), logit_count_, hidden), weights.lm_head, logits);
   for (size i = 0; i < logit_count_; ++i) work_.logit_status[i] = RowStatus::ok;
-  detail::argmax_rows(exec_, logits, view(work_.argmax.data(), logit_count_), view(work_.logit_status.data(), logit_count_));
+  detail::argmax_rows(exec_, logits, view(work_.argmax.data(), logit_count_),
+                      view(work_.logit_status.data(), logit_count_));
   for (size i = 0; i < logit_count_; ++i) {
     const size row = work_.logit_rows[i];
     if (row >= rows_) continue;

@@ -5,9 +5,9 @@
 
 namespace k3 {
 
-/// The tokens of one forward pass: R rows, each with the slot of its sequence. Several rows of a slot are consecutive tokens,
-/// beginning at the sequence's position. Rows with `pad_slot` are passed over. `logit_rows` says which rows' logits are
-/// wanted, in ascending order; the head is computed for no others.
+/// The tokens of one forward pass: R rows, each with the slot of its sequence. Several rows of a slot are consecutive
+/// tokens, beginning at the sequence's position. Rows with `pad_slot` are passed over. `logit_rows` says which rows'
+/// logits are wanted, in ascending order; the head is computed for no others.
 struct DecoderBatch {
   HostView<const id, 1> tokens;
   HostView<const id, 1> slots;
@@ -17,8 +17,8 @@ struct DecoderBatch {
 
 namespace detail {
 
-/// Throws invalid_argument, naming row and argument, for a batch that a decoder of these sizes cannot take into `cache`.
-/// Texts are made only for a failure: this runs before every token.
+/// Throws invalid_argument, naming row and argument, for a batch that a decoder of these sizes cannot take into
+/// `cache`. Texts are made only for a failure: this runs before every token.
 template <class Cache>
 void check_batch(const DecoderBatch& batch, const Cache& cache, const std::vector<LayerShape>& shapes, size vocab,
                  size max_rows, size max_logit_rows) {

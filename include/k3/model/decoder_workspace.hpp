@@ -12,8 +12,8 @@
 namespace k3 {
 
 /// All memory of a decoder's forward pass for up to `max_rows` rows, allocated once. Parts that the graph does not have
-/// take none. Per row and in elements about: (snapshots + 5) * hidden, 9 * H*D, top_k * (latent + 2 * expert_hidden), and a
-/// vocabulary for each row with logits.
+/// take none. Per row and in elements about: (snapshots + 5) * hidden, 9 * H*D, top_k * (latent + 2 * expert_hidden),
+/// and a vocabulary for each row with logits.
 template <precision P>
 struct DecoderWorkspace {
   using Activation = typename P::activation;
@@ -21,12 +21,22 @@ struct DecoderWorkspace {
 
   template <decoder_geometry G>
   DecoderWorkspace(G g, const K3Graph& graph, size max_rows, size max_logit_rows)
-      : tokens(max_rows), slots(max_rows), positions(max_rows), logit_rows(max_logit_rows), status(max_rows),
-        logit_status(max_logit_rows), argmax(max_logit_rows),
-        snapshot_count(k3::snapshot_count(graph.layers.size(), g.attn_res_block_size)), stream(max_rows * g.hidden),
-        snapshots(snapshot_count * max_rows * g.hidden), normed(max_rows * g.hidden), part(max_rows * g.hidden),
-        head_input(max_logit_rows * g.hidden), mixed(g.attn_res_block_size > 0 ? max_rows * g.hidden : 0),
-        probs(max_rows * (snapshot_count + 1)), logits(max_logit_rows * g.vocab) {
+      : tokens(max_rows),
+        slots(max_rows),
+        positions(max_rows),
+        logit_rows(max_logit_rows),
+        status(max_rows),
+        logit_status(max_logit_rows),
+        argmax(max_logit_rows),
+        snapshot_count(k3::snapshot_count(graph.layers.size(), g.attn_res_block_size)),
+        stream(max_rows * g.hidden),
+        snapshots(snapshot_count * max_rows * g.hidden),
+        normed(max_rows * g.hidden),
+        part(max_rows * g.hidden),
+        head_input(max_logit_rows * g.hidden),
+        mixed(g.attn_res_block_size > 0 ? max_rows * g.hidden : 0),
+        probs(max_rows * (snapshot_count + 1)),
+        logits(max_logit_rows * g.vocab) {
     bool dense = false;
     for (const K3LayerSpec& layer : graph.layers) dense = dense || layer.mlp == MlpKind::Dense;
     if (graph.kda_count() > 0) kda.emplace(g.kda, max_rows);

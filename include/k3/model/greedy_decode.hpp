@@ -40,9 +40,10 @@ inline void check_prompt(HostView<const id, 1> prompt, size vocab, size position
       throw invalid_argument(operation, "prompt[" + std::to_string(i) + "]", std::to_string(prompt(i)),
                              "an id below the vocabulary size, " + std::to_string(vocab));
   const size room = capacity - position;
-  require(prompt.extent(0) <= room && max_new <= room - prompt.extent(0), operation, "prompt + max_new",
-          [&] { return std::to_string(prompt.extent(0)) + " + " + std::to_string(max_new) + " tokens"; },
-          [&] { return "at most the " + std::to_string(room) + " positions left in the cache"; });
+  require(
+      prompt.extent(0) <= room && max_new <= room - prompt.extent(0), operation, "prompt + max_new",
+      [&] { return std::to_string(prompt.extent(0)) + " + " + std::to_string(max_new) + " tokens"; },
+      [&] { return "at most the " + std::to_string(room) + " positions left in the cache"; });
 }
 
 }  // namespace detail
@@ -57,8 +58,9 @@ concept any_decoder = requires(D& decoder) {
   decoder.logits_row(size{0});
 };
 
-/// Feeds a prompt to the sequence in `slot`, max_rows tokens a pass, and leaves the logits of its last token in the decoder.
-/// Same bits as token by token. The prompt must not be empty and must fit the cache: invalid_argument, nothing changed.
+/// Feeds a prompt to the sequence in `slot`, max_rows tokens a pass, and leaves the logits of its last token in the
+/// decoder. Same bits as token by token. The prompt must not be empty and must fit the cache: invalid_argument, nothing
+/// changed.
 template <any_decoder AnyDecoder, class Cache>
 void prefill(AnyDecoder& decoder, Cache& cache, size slot, HostView<const id, 1> prompt) {
   const size count = prompt.extent(0), first = cache.position(slot);
@@ -76,10 +78,11 @@ void prefill(AnyDecoder& decoder, Cache& cache, size slot, HostView<const id, 1>
   }
 }
 
-/// Greedy decoding: the prompt goes into the sequence in `slot`, then the most likely token (ties to the lower id) is appended
-/// until `max_new` tokens are there or one of `eos` is chosen. The last token is not fed back; the cache then holds prompt and
-/// all new tokens but the last. Throws invalid_argument, with the cache unchanged, for an empty prompt, ids outside the
-/// vocabulary and a prompt + max_new beyond the cache's capacity; later for NaN logits, with the sequence marked unusable.
+/// Greedy decoding: the prompt goes into the sequence in `slot`, then the most likely token (ties to the lower id) is
+/// appended until `max_new` tokens are there or one of `eos` is chosen. The last token is not fed back; the cache then
+/// holds prompt and all new tokens but the last. Throws invalid_argument, with the cache unchanged, for an empty
+/// prompt, ids outside the vocabulary and a prompt + max_new beyond the cache's capacity; later for NaN logits, with
+/// the sequence marked unusable.
 template <any_decoder AnyDecoder, class Cache, class OnToken = NoTokenCallback>
 GreedyResult<typename AnyDecoder::Accumulator> greedy_decode(AnyDecoder& decoder, Cache& cache, size slot,
                                                              HostView<const id, 1> prompt, const GreedyOptions& options,

@@ -16,8 +16,8 @@ template <precision P>
 using LayerCache = std::variant<KdaState<typename P::state, typename P::activation>, MlaKv<typename P::activation>>;
 
 /// The caches of all layers for `slots` sequences of up to `capacity` positions each. Memory, per slot: H*D*D state and
-/// 3*H*D*(kernel-1) window elements a KDA layer, capacity * (kv_lora + rope) elements an MLA layer; nothing grows later.
-/// Copying a HybridCache copies everything. Element types follow the precision.
+/// 3*H*D*(kernel-1) window elements a KDA layer, capacity * (kv_lora + rope) elements an MLA layer; nothing grows
+/// later. Copying a HybridCache copies everything. Element types follow the precision.
 template <precision P = Fp32>
 class HybridCache {
  public:
@@ -31,8 +31,10 @@ class HybridCache {
     detail::require(capacity > 0, "HybridCache", "capacity", capacity, "at least 1 position");
     layers_.reserve(graph.layers.size());
     for (const K3LayerSpec& layer : graph.layers) {
-      if (layer.mixer == MixerKind::Kda) layers_.emplace_back(std::in_place_type<Kda>, kda, slots);
-      else layers_.emplace_back(std::in_place_type<Mla>, mla, slots, capacity, page_size);
+      if (layer.mixer == MixerKind::Kda)
+        layers_.emplace_back(std::in_place_type<Kda>, kda, slots);
+      else
+        layers_.emplace_back(std::in_place_type<Mla>, mla, slots, capacity, page_size);
     }
   }
   static HybridCache from_graph(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots,
@@ -83,8 +85,8 @@ class HybridCache {
 
   /// Remembers where the slot's sequence stands, at the cost of its KDA states.
   RollbackPoint<P> rollback_point(size slot) const;
-  /// Sets the sequence back to a point of its own past. Throws invalid_argument, changing nothing, for a point of another
-  /// slot, of a sequence that was reset or restored since, or later than the sequence stands.
+  /// Sets the sequence back to a point of its own past. Throws invalid_argument, changing nothing, for a point of
+  /// another slot, of a sequence that was reset or restored since, or later than the sequence stands.
   void rollback(const RollbackPoint<P>& point);
 
  private:

@@ -5,8 +5,8 @@
 
 namespace k3 {
 
-/// A text model ready to run on the host: what it is, its weights, and whoever owns their memory (a checkpoint's file maps, or
-/// vectors). Copies share the memory. Made by `from_pretrained` (k3/io/checkpoint.hpp) or `synthetic_*`
+/// A text model ready to run on the host: what it is, its weights, and whoever owns their memory (a checkpoint's file
+/// maps, or vectors). Copies share the memory. Made by `from_pretrained` (k3/io/checkpoint.hpp) or `synthetic_*`
 /// (k3/model/synthetic.hpp), or by hand.
 struct K3CpuModel {
   K3Config config{};
@@ -31,7 +31,8 @@ void check_weight(const std::string& name, const AnyView<Rank>& weight, const si
 
 }  // namespace detail
 
-/// Throws invalid_argument, naming the tensor, unless the model has every weight that its config asks for, with its shape.
+/// Throws invalid_argument, naming the tensor, unless the model has every weight that its config asks for, with its
+/// shape.
 inline void check(const K3CpuModel& model) {
   check(model.config, "K3CpuModel");
   const K3Graph expected = K3Graph::from_config(model.config);

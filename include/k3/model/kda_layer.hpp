@@ -19,9 +19,14 @@ struct KdaWorkspace {
 
   template <kda_geometry G>
   KdaWorkspace(G g, size max_rows)
-      : qkv(max_rows * kda_conv_channels(g)), low_rank(max_rows * g.head_dim), z(max_rows * kda_width(g)),
-        gate(max_rows * kda_width(g)), normed(max_rows * kda_width(g)), beta(max_rows * g.heads),
-        log_decay(max_rows * kda_width(g)), core(max_rows * kda_width(g)) {}
+      : qkv(max_rows * kda_conv_channels(g)),
+        low_rank(max_rows * g.head_dim),
+        z(max_rows * kda_width(g)),
+        gate(max_rows * kda_width(g)),
+        normed(max_rows * kda_width(g)),
+        beta(max_rows * g.heads),
+        log_decay(max_rows * kda_width(g)),
+        core(max_rows * kda_width(g)) {}
 
   std::vector<Activation> qkv, low_rank, z, gate, normed, beta;
   std::vector<Accumulator> log_decay, core;
@@ -29,8 +34,9 @@ struct KdaWorkspace {
 
 /// The KDA mixer of a layer on R normed rows: projections, decay, recurrence, gated norm, output projection.
 /// q, k, v = W x; g = gate(W_fb W_fa x); beta = W_b x; out = W_o [ o_norm(core) sigmoid(W_g x) ].
-/// Shapes: x [R, hidden], slots [R] (several rows of a slot are consecutive tokens), out [R, hidden]. Each linear's output is
-/// rounded to the activation type. Checked by the caller. Source: kimi_linear KDA, tensors `self_attn.*` of KDA layers.
+/// Shapes: x [R, hidden], slots [R] (several rows of a slot are consecutive tokens), out [R, hidden]. Each linear's
+/// output is rounded to the activation type. Checked by the caller. Source: kimi_linear KDA, tensors `self_attn.*` of
+/// KDA layers.
 template <precision P, kda_geometry G>
 void kda_layer(const host& exec, G g, const KdaWeights& weights, float norm_eps,
                HostView<const typename P::activation, 2> x, HostView<const id, 1> slots, const Ablation& ablation,

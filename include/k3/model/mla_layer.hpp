@@ -17,18 +17,21 @@ struct MlaLayerWorkspace {
 
   template <mla_geometry G>
   MlaLayerWorkspace(G g, size max_rows)
-      : q_low_rank(max_rows * g.q_lora_rank), q(max_rows * mla_q_width(g)), kv_a(max_rows * mla_cache_width(g)),
-        gate(g.mla_use_output_gate ? max_rows * mla_v_width(g) : 0), attended(max_rows * mla_v_width(g)),
+      : q_low_rank(max_rows * g.q_lora_rank),
+        q(max_rows * mla_q_width(g)),
+        kv_a(max_rows * mla_cache_width(g)),
+        gate(g.mla_use_output_gate ? max_rows * mla_v_width(g) : 0),
+        attended(max_rows * mla_v_width(g)),
         attention(g, max_rows) {}
 
   std::vector<Activation> q_low_rank, q, kv_a, gate, attended;
   MlaWorkspace<Activation, typename P::accumulator> attention;
 };
 
-/// The gated NoPE MLA mixer of a layer on R normed rows: q = W_qb rms(W_qa x) (or W_q x), [latent | key part] = W_kva x appended
-/// to the cache, absorbed attention over it, out = W_o [ o sigmoid(W_g x) ].
-/// Shapes: x [R, hidden], slots and positions [R], out [R, hidden]. Each linear's output is rounded to the activation type.
-/// Checked by the caller. Source: DeepSeek-V2's MLA as `kimi_linear` uses it, tensors `self_attn.*` of full-attention layers.
+/// The gated NoPE MLA mixer of a layer on R normed rows: q = W_qb rms(W_qa x) (or W_q x), [latent | key part] = W_kva x
+/// appended to the cache, absorbed attention over it, out = W_o [ o sigmoid(W_g x) ]. Shapes: x [R, hidden], slots and
+/// positions [R], out [R, hidden]. Each linear's output is rounded to the activation type. Checked by the caller.
+/// Source: DeepSeek-V2's MLA as `kimi_linear` uses it, tensors `self_attn.*` of full-attention layers.
 template <precision P, mla_geometry G>
 void mla_layer(const host& exec, G g, const MlaWeights& weights, HostView<const typename P::activation, 2> x,
                HostView<const id, 1> slots, HostView<const size, 1> positions, const Ablation& ablation,
@@ -36,8 +39,8 @@ void mla_layer(const host& exec, G g, const MlaWeights& weights, HostView<const 
                HostView<typename P::activation, 2> out) {
   using Acc = typename P::accumulator;
   const size rows = x.extent(0);
-  const auto q = view(scratch.q.data(), rows, mla_q_width(g));             // [R, h*(nope+rope)]
-  const auto kv_a = view(scratch.kv_a.data(), rows, mla_cache_width(g));   // [R, kv_lora+rope]
+  const auto q = view(scratch.q.data(), rows, mla_q_width(g));                // [R, h*(nope+rope)]
+  const auto kv_a = view(scratch.kv_a.data(), rows, mla_cache_width(g));      // [R, kv_lora+rope]
   const auto attended = view(scratch.attended.data(), rows, mla_v_width(g));  // [R, h*v]
   HostView<typename P::activation, 2> gate{};
 

@@ -19,13 +19,15 @@ void output_projection(const host& exec, const Ablation& ablation, const X& x, c
   const size rows = x.extent(0), width = x.extent(1), hidden = out.extent(1);
   detail::require(width % 2 == 0, "output_projection", "o_proj's columns", width, "an even number");
   std::vector<Acc> sum(rows * hidden, Acc(0));
-  // A rank's half of the columns is the whole matrix times x with the other half zero. This path may allocate: it is a test's.
+  // A rank's half of the columns is the whole matrix times x with the other half zero. This path may allocate: it is a
+  // test's.
   for (size rank = 0; rank < 2; ++rank) {
     if (ablation.drop_o_proj_rank == rank) continue;
     std::vector<typename X::value_type> masked(rows * width);
     std::vector<T> part(rows * hidden);
     for (size row = 0; row < rows; ++row)
-      for (size i = 0; i < width / 2; ++i) masked[row * width + rank * (width / 2) + i] = x(row, rank * (width / 2) + i);
+      for (size i = 0; i < width / 2; ++i)
+        masked[row * width + rank * (width / 2) + i] = x(row, rank * (width / 2) + i);
     linear(exec, view(masked, rows, width), weight, view(part, rows, hidden));
     for (size i = 0; i < sum.size(); ++i) sum[i] += static_cast<Acc>(part[i]);
   }

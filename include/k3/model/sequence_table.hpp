@@ -9,8 +9,8 @@
 
 namespace k3 {
 
-/// What a cache, on the host or on a device, remembers of the sequences in its slots: how many tokens each has taken, whether it
-/// is usable, and a generation that changes whenever another sequence moves in.
+/// What a cache, on the host or on a device, remembers of the sequences in its slots: how many tokens each has taken,
+/// whether it is usable, and a generation that changes whenever another sequence moves in.
 class SequenceTable {
  public:
   struct Sequence {
@@ -49,8 +49,8 @@ class SequenceTable {
   /// Throws invalid_argument unless a point of `generation` and `position` lies in the past of the slot's sequence.
   void require_past(size slot, size generation, size position, const char* operation) const {
     const Sequence& sequence = (*this)[slot];
-    detail::require(generation == sequence.generation, operation, "the point",
-                    "of a sequence that has left the slot", "one of the slot's present sequence");
+    detail::require(generation == sequence.generation, operation, "the point", "of a sequence that has left the slot",
+                    "one of the slot's present sequence");
     detail::require(position <= sequence.position, operation, "the point's position", position,
                     [&] { return "at most the sequence's, " + std::to_string(sequence.position); });
   }

@@ -32,8 +32,10 @@ class SyntheticStorage {
       (*values)[i] = (one ? 1.0f : 0.0f) + scale_ * hashed_fill(made_, i);
     }
     ++made_;
-    if constexpr (Rank == 2) weight = view(*values, shape[0], columns);
-    else weight = view(*values);
+    if constexpr (Rank == 2)
+      weight = view(*values, shape[0], columns);
+    else
+      weight = view(*values);
     values_.push_back(std::move(values));
   }
 
@@ -48,9 +50,9 @@ class SyntheticStorage {
 
 }  // namespace detail
 
-/// A model of any config with made-up float weights: identity-like matrices plus a deterministic fill of +-scale/2, the same
-/// on every machine. Expert e > 0 has its first up weight set to 1 + e, so that experts differ.
-/// Throws invalid_argument for a config that cannot be a model.
+/// A model of any config with made-up float weights: identity-like matrices plus a deterministic fill of +-scale/2, the
+/// same on every machine. Expert e > 0 has its first up weight set to 1 + e, so that experts differ. Throws
+/// invalid_argument for a config that cannot be a model.
 inline K3CpuModel synthetic_model(const K3Config& config, float scale) {
   check(config, "synthetic_model");
   auto storage = std::make_shared<detail::SyntheticStorage>(scale);
@@ -94,8 +96,7 @@ inline K3Config twin_pattern(size hidden, size vocab, size inner, KdaConfig kda,
   config.first_k_dense_replace = 1;
   config.attn_res_block_size = 4;
   config.max_position_embeddings = 1024;
-  for (size layer = 0; layer < 8; ++layer)
-    config.mixers.push_back(layer % 4 == 3 ? MixerKind::Mla : MixerKind::Kda);
+  for (size layer = 0; layer < 8; ++layer) config.mixers.push_back(layer % 4 == 3 ? MixerKind::Mla : MixerKind::Kda);
   config.kda = kda;
   config.mla = mla;
   config.moe = moe;
@@ -106,9 +107,10 @@ inline K3Config twin_pattern(size hidden, size vocab, size inner, KdaConfig kda,
 
 /// The smallest whole model: hidden 4, one head everywhere, 2 experts of which one is chosen, vocabulary 8.
 inline K3CpuModel synthetic_tiny() {
-  return synthetic_model(detail::twin_pattern(4, 8, 8, {1, 2, 4, std::nullopt, true}, {1, 2, 2, 2, 4, 2, true, true, 1e-6f},
-                                              {4, 4, 4, 2, 1, 1, {}, true, true, 1.0f}),
-                         0.5f);
+  return synthetic_model(
+      detail::twin_pattern(4, 8, 8, {1, 2, 4, std::nullopt, true}, {1, 2, 2, 2, 4, 2, true, true, 1e-6f},
+                           {4, 4, 4, 2, 1, 1, {}, true, true, 1.0f}),
+      0.5f);
 }
 
 /// Hidden 8, two heads, 4 experts of which two are chosen, vocabulary 16.
@@ -118,11 +120,12 @@ inline K3CpuModel synthetic_small() {
                          0.5f);
 }
 
-/// The released hidden size and head count with everything else small: a KDA layer with a dense MLP, an MLA layer with a
-/// mixture of experts. About 300 MB.
+/// The released hidden size and head count with everything else small: a KDA layer with a dense MLP, an MLA layer with
+/// a mixture of experts. About 300 MB.
 inline K3CpuModel synthetic_prod_width_dummy() {
-  K3Config config = detail::twin_pattern(7168, 256, 64, {96, 2, 4, -5.0f, true}, {96, 2, 2, 2, 64, 32, true, true, 1e-6f},
-                                         {7168, 64, 64, 8, 2, 2, {}, true, true, 1.0f});
+  K3Config config =
+      detail::twin_pattern(7168, 256, 64, {96, 2, 4, -5.0f, true}, {96, 2, 2, 2, 64, 32, true, true, 1e-6f},
+                           {7168, 64, 64, 8, 2, 2, {}, true, true, 1.0f});
   config.mixers = {MixerKind::Kda, MixerKind::Mla};
   config.attn_res_block_size = 12;
   return synthetic_model(config, 0.02f);

@@ -11,8 +11,8 @@
 
 namespace k3 {
 
-/// Weights of a KDA mixer, named as in the checkpoint. g_proj is there with a full-rank output gate, g_a_proj and g_b_proj
-/// without. A_log may be longer than H: what follows the heads is padding and never read.
+/// Weights of a KDA mixer, named as in the checkpoint. g_proj is there with a full-rank output gate, g_a_proj and
+/// g_b_proj without. A_log may be longer than H: what follows the heads is padding and never read.
 template <MemorySpace Space>
 struct BasicKdaWeights {
   AnyMatrix<Space> q_proj, k_proj, v_proj;        // [H*D, hidden]
@@ -29,20 +29,28 @@ using KdaWeights = BasicKdaWeights<MemorySpace::host>;
 /// where there is an output gate.
 template <MemorySpace Space>
 struct BasicMlaWeights {
-  AnyMatrix<Space> q_a_proj, q_b_proj, q_proj;    // [q_lora, hidden], [h*(nope+rope), q_lora]; [h*(nope+rope), hidden]
-  AnyVector<Space> q_a_layernorm, kv_a_layernorm; // [q_lora], [kv_lora]
-  AnyMatrix<Space> kv_a_proj_with_mqa, kv_b_proj; // [kv_lora+rope, hidden], [h*(nope+v), kv_lora]
-  AnyMatrix<Space> g_proj, o_proj;                // [h*v, hidden], [hidden, h*v]
+  AnyMatrix<Space> q_a_proj, q_b_proj, q_proj;     // [q_lora, hidden], [h*(nope+rope), q_lora]; [h*(nope+rope), hidden]
+  AnyVector<Space> q_a_layernorm, kv_a_layernorm;  // [q_lora], [kv_lora]
+  AnyMatrix<Space> kv_a_proj_with_mqa, kv_b_proj;  // [kv_lora+rope, hidden], [h*(nope+v), kv_lora]
+  AnyMatrix<Space> g_proj, o_proj;                 // [h*v, hidden], [hidden, h*v]
 };
 using MlaWeights = BasicMlaWeights<MemorySpace::host>;
 
-/// A layer's routed experts, wherever they are. `operator[]` may load or check an expert on its first use and throws where
-/// that fails; what it returns stays valid as long as the source.
+/// A layer's routed experts, wherever they are. `operator[]` may load or check an expert on its first use and throws
+/// where that fails; what it returns stays valid until the next expert is asked for, or, where nothing is ever thrown
+/// away, as long as the source.
 class ExpertSource {
  public:
   virtual ~ExpertSource() = default;
   virtual k3::size size() const = 0;
   virtual ExpertWeights operator[](k3::size expert) const = 0;
+
+  /// Says that these experts will be acquired next, in this order, so that they can be fetched meanwhile. Never throws.
+  virtual void need(const k3::size* /*experts*/, k3::size /*count*/) const noexcept {}
+  /// As operator[]; what it returns stays valid until it is released. A thread that acquires one expert at a time never
+  /// waits for itself.
+  virtual ExpertWeights acquire(k3::size expert) const { return (*this)[expert]; }
+  virtual void release(k3::size /*expert*/) const noexcept {}
 };
 
 /// Experts whose weights lie ready in memory.
@@ -56,10 +64,11 @@ class ResidentExperts final : public ExpertSource {
   std::vector<ExpertWeights> experts_;
 };
 
-/// One decoder layer. The parts that `spec` does not name are empty, and so are the *_res_* ones without Attention Residuals.
+/// One decoder layer. The parts that `spec` does not name are empty, and so are the *_res_* ones without Attention
+/// Residuals.
 struct LayerWeights {
   K3LayerSpec spec{};
-  AnyVector<> input_layernorm, post_attention_layernorm;        // [hidden]
+  AnyVector<> input_layernorm, post_attention_layernorm;         // [hidden]
   AnyVector<> self_attention_res_norm, self_attention_res_proj;  // [hidden]
   AnyVector<> mlp_res_norm, mlp_res_proj;                        // [hidden]
   KdaWeights kda{};
@@ -71,18 +80,18 @@ struct LayerWeights {
 
 /// A whole text model's weights: views into memory that somebody else owns.
 struct DecoderWeights {
-  AnyMatrix<> embed_tokens, lm_head;                     // [vocab, hidden]; the same where they are tied
-  AnyVector<> norm;                                      // [hidden]
+  AnyMatrix<> embed_tokens, lm_head;                       // [vocab, hidden]; the same where they are tied
+  AnyVector<> norm;                                        // [hidden]
   AnyVector<> output_attn_res_norm, output_attn_res_proj;  // [hidden]
   std::vector<LayerWeights> layers;
 };
 
 /// How a weight stands in a checkpoint file, where that differs from its view.
 enum class WeightRole : unsigned char {
-  plain,   ///< the view's shape
-  row,     ///< a vector stored as [1, n] (or [n])
-  conv,    ///< a matrix stored as [n, 1, kernel]
-  a_log,   ///< [H], [1, 1, H, 1], or [D] whose entries from H on are zero
+  plain,  ///< the view's shape
+  row,    ///< a vector stored as [1, n] (or [n])
+  conv,   ///< a matrix stored as [n, 1, kernel]
+  a_log,  ///< [H], [1, 1, H, 1], or [D] whose entries from H on are zero
 };
 
 namespace detail {
@@ -124,8 +133,7 @@ void for_each_mla_weight(const K3Config& c, Weights& w, const std::string& prefi
   f(prefix + "kv_a_proj_with_mqa.weight", w.kv_a_proj_with_mqa, {mla_cache_width(g), c.hidden_size}, WeightRole::plain);
   f(prefix + "kv_a_layernorm.weight", w.kv_a_layernorm, {g.kv_lora_rank}, WeightRole::plain);
   f(prefix + "kv_b_proj.weight", w.kv_b_proj, {mla_kv_b_rows(g), g.kv_lora_rank}, WeightRole::plain);
-  if (g.mla_use_output_gate)
-    f(prefix + "g_proj.weight", w.g_proj, {mla_v_width(g), c.hidden_size}, WeightRole::plain);
+  if (g.mla_use_output_gate) f(prefix + "g_proj.weight", w.g_proj, {mla_v_width(g), c.hidden_size}, WeightRole::plain);
   f(prefix + "o_proj.weight", w.o_proj, {c.hidden_size, mla_v_width(g)}, WeightRole::plain);
 }
 
@@ -163,7 +171,8 @@ template <class Layer, class F>
 void for_each_layer_weight(const K3Config& config, const K3LayerSpec& spec, Layer& layer, F&& f) {
   // The shape comes as a braced list; `call` gives it the rank of the weight.
   const auto call = [&]<size Rank, MemorySpace Space>(const std::string& name, AnyView<Rank, Space>& weight,
-                                                       const size(&shape)[Rank], WeightRole role) { f(name, weight, shape, role); };
+                                                      const size(&shape)[Rank],
+                                                      WeightRole role) { f(name, weight, shape, role); };
   const std::string prefix = layer_prefix(spec.index);
   const size hidden = config.hidden_size;
   call(prefix + "input_layernorm.weight", layer.input_layernorm, {hidden}, WeightRole::plain);
@@ -174,8 +183,10 @@ void for_each_layer_weight(const K3Config& config, const K3LayerSpec& spec, Laye
     call(prefix + "mlp_res_norm.weight", layer.mlp_res_norm, {hidden}, WeightRole::plain);
     call(prefix + "mlp_res_proj.weight", layer.mlp_res_proj, {hidden}, WeightRole::row);
   }
-  if (spec.mixer == MixerKind::Kda) detail::for_each_kda_weight(config, layer.kda, prefix + "self_attn.", call);
-  else detail::for_each_mla_weight(config, layer.mla, prefix + "self_attn.", call);
+  if (spec.mixer == MixerKind::Kda)
+    detail::for_each_kda_weight(config, layer.kda, prefix + "self_attn.", call);
+  else
+    detail::for_each_mla_weight(config, layer.mla, prefix + "self_attn.", call);
   if (spec.mlp == MlpKind::Dense) {
     const size inner = config.intermediate_size;
     call(prefix + "mlp.gate_proj.weight", layer.mlp.gate_proj, {inner, hidden}, WeightRole::plain);
@@ -190,7 +201,8 @@ void for_each_layer_weight(const K3Config& config, const K3LayerSpec& spec, Laye
 template <class Weights, class F>
 void for_each_model_weight(const K3Config& config, Weights& weights, F&& f) {
   const auto call = [&]<size Rank, MemorySpace Space>(const std::string& name, AnyView<Rank, Space>& weight,
-                                                       const size(&shape)[Rank], WeightRole role) { f(name, weight, shape, role); };
+                                                      const size(&shape)[Rank],
+                                                      WeightRole role) { f(name, weight, shape, role); };
   const size hidden = config.hidden_size, vocab = config.vocab_size;
   call("model.embed_tokens.weight", weights.embed_tokens, {vocab, hidden}, WeightRole::plain);
   call("model.norm.weight", weights.norm, {hidden}, WeightRole::plain);

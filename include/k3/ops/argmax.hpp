@@ -5,7 +5,7 @@
 
 #include <k3/core/bf16.hpp>
 #include <k3/core/execution.hpp>
-#include <k3/core/view.hpp>
+#include <k3/core/overlap.hpp>
 #include <k3/ops/row_status.hpp>
 
 namespace k3 {
@@ -46,9 +46,9 @@ void argmax_rows(const host& exec, const Logits& logits, const Ids& ids, HostVie
 }  // namespace detail
 
 /// Greedy choice: ids[r] = index of the largest logit of row r, ties to the lower index.
-/// Shapes: logits [R, V], ids [R]. Throws invalid_argument on shapes that do not fit and V 0 before anything is
-/// written; on NaN anywhere in a row after all rows are done, naming the first such row, whose id is -1 (no token is
-/// chosen). Cost: one read of the logits.
+/// Shapes: logits [R, V], ids [R]. Throws invalid_argument on shapes that do not fit, V 0 and overlapping memory
+/// before anything is written; on NaN anywhere in a row after all rows are done, naming the first such row, whose id is
+/// -1 (no token is chosen). Cost: one read of the logits.
 template <host_tensor<2> Logits, writable_host_tensor<1> Ids>
   requires(real<typename Logits::value_type> && std::same_as<typename Ids::value_type, id>)
 void argmax(const host& exec, const Logits& logits, const Ids& ids) {
@@ -57,6 +57,7 @@ void argmax(const host& exec, const Logits& logits, const Ids& ids) {
                   "between 1 and 2^31 - 1");
   detail::require_shape("argmax", "logits", logits, rows, count);
   detail::require_shape("argmax", "ids", ids, rows);
+  detail::require_disjoint("argmax", "ids", ids, "logits", logits);
   detail::argmax_rows(exec, logits, ids, {});
   for (size row = 0; row < rows; ++row)
     if (ids(row) < 0) throw invalid_argument("argmax", "logits of row " + std::to_string(row), "NaN", "numbers");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <k3/core/execution.hpp>
+#include <k3/core/overlap.hpp>
 #include <k3/formula/attn_res.hpp>
 #include <k3/ops/reduce.hpp>
 #include <k3/ops/require_weight.hpp>
@@ -74,9 +75,12 @@ void check_attnres(const char* operation, const Snapshots& snapshots, const Runn
   require_row_weight(operation, "proj_weight", proj_weight, hidden);
   require(eps >= 0 && eps - eps == 0, operation, "eps", eps, "finite and not negative");
   require_shape(operation, "out", out, rows, hidden);
-  require(static_cast<const void*>(out.data) != running.data || rows == 0, operation, "out", "running",
-          "memory of its own");
-  if (probs.data) require_shape(operation, "probs", probs, rows, snapshots.extent(0) + 1);
+  require_disjoint(operation, "out", out, "snapshots", snapshots, "running", running, "norm_weight", norm_weight,
+                   "proj_weight", proj_weight);
+  if (!probs.data) return;
+  require_shape(operation, "probs", probs, rows, snapshots.extent(0) + 1);
+  require_disjoint(operation, "probs", probs, "snapshots", snapshots, "running", running, "norm_weight", norm_weight,
+                   "proj_weight", proj_weight, "out", out);
 }
 
 /// A row of accumulators that the caller need not have.
@@ -88,8 +92,8 @@ using OptionalRows = HostView<typename Out::value_type, 2>;
 /// The mixture of Attention Residuals: out = sum_j p_j s_j over the raw sources (the snapshots as stored, the running
 /// stream last), p = softmax(score), score_j = sum(norm * proj * s_j) / sqrt(mean(s_j^2) + eps). One source has p 1.
 /// Shapes: snapshots [n, R, hidden] (n may be 0), running [R, hidden], norm_weight [hidden], proj_weight [hidden] or
-/// [1, hidden], out [R, hidden] in the accumulator type (it feeds an RMSNorm unrounded; memory of its own),
-/// probs [R, n + 1] if wanted. Throws invalid_argument on shapes that do not fit, before anything is written.
+/// [1, hidden], out [R, hidden] in the accumulator type (it feeds an RMSNorm unrounded), probs [R, n + 1] if wanted.
+/// Throws invalid_argument on shapes that do not fit and overlapping memory, before anything is written.
 /// Accuracy: float against double, scores of a few units and up to 7168 channels: out <= 2e-6 of its largest element,
 /// probs <= 6e-6 relative; a score of size S adds about S * 1e-7. Cost: every source is read once, 6 FLOPs an element.
 /// Source: `self_attention_res_norm`/`_proj`, `mlp_res_norm`/`_proj`, `output_attn_res_norm`/`_proj`.
@@ -113,8 +117,8 @@ void attnres_softmax_mix(const host& exec, const Snapshots& snapshots, const Run
 }
 
 /// out = (1 - mix) skip + mix mixed: exactly `skip` at mix 0 and exactly `mixed` at mix 1, whatever the other holds.
-/// Shapes: skip, mixed and out [R, n]; out may be mixed. Throws invalid_argument on shapes that do not fit and a mix
-/// outside 0..1.
+/// Shapes: skip, mixed and out [R, n]; out may be skip or mixed. Throws invalid_argument on shapes that do not fit,
+/// memory that overlaps in another way, and a mix outside 0..1.
 template <host_tensor<2> Skip, host_tensor<2> Mixed, writable_host_tensor<2> Out>
 void attnres_blend(const host& exec, const Skip& skip, const Mixed& mixed, float mix, const Out& out) {
   using Acc = accumulator_t<typename Mixed::value_type>;
@@ -123,6 +127,8 @@ void attnres_blend(const host& exec, const Skip& skip, const Mixed& mixed, float
   detail::require_shape("attnres_blend", "mixed", mixed, rows, count);
   detail::require(mix >= 0.0f && mix <= 1.0f, "attnres_blend", "mix", mix, "between 0 and 1");
   detail::require_shape("attnres_blend", "out", out, rows, count);
+  detail::require_same_or_disjoint("attnres_blend", "out", out, "skip", skip);
+  detail::require_same_or_disjoint("attnres_blend", "out", out, "mixed", mixed);
   detail::parallel_chunks(exec, rows, 1, rows * count * 16, [&](size first, size last) {
     for (size row = first; row < last; ++row)
       for (size i = 0; i < count; ++i)

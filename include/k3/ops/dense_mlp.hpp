@@ -66,9 +66,9 @@ void require_rows(const char* operation, const P& workspace, size rows) {
 /// A gated MLP without bias: out = down_proj . glu(gate_proj . x, up_proj . x), `glu` SiTU or SiLU. The outputs of the
 /// linears and of the activation are rounded to the precision's activation type.
 /// Shapes: x [R, hidden], gate_proj and up_proj [width, hidden], down_proj [n, width], out [R, n]; out may be x.
-/// Throws invalid_argument on shapes that do not fit, a workspace that is too small and unusable caps, before anything
-/// is written. Accuracy: <= 6e-7 of the largest element relative to double for float.
-/// Cost: 6 * R * hidden * width FLOPs, every weight read once for up to 32 rows.
+/// Throws invalid_argument on shapes that do not fit, memory that overlaps in another way, a workspace that is too
+/// small and unusable caps, before anything is written. Accuracy: <= 6e-7 of the largest element relative to double for
+/// float. Cost: 6 * R * hidden * width FLOPs, every weight read once for up to 32 rows.
 template <precision P, host_tensor<2> X, linear_weight Gate, linear_weight Up, linear_weight Down,
           writable_host_tensor<2> Out>
   requires std::same_as<typename X::value_type, typename P::activation>
@@ -84,6 +84,8 @@ void dense_mlp(const host& exec, const GluConfig& glu, const X& x, const Gate& g
   detail::require(width <= workspace.width(), "dense_mlp", "workspace.width", workspace.width(),
                   "at least gate_proj's rows");
   detail::require_shape("dense_mlp", "out", out, rows, out.extent(1));
+  detail::require_same_or_disjoint("dense_mlp", "out", out, "x", x);
+  detail::require_disjoint("dense_mlp", "out", out, "gate_proj", gate_proj, "up_proj", up_proj, "down_proj", down_proj);
   const auto gate = workspace.gate(rows, width), up = workspace.up(rows, width);
   linear(exec, x, gate_proj, gate);
   linear(exec, x, up_proj, up);

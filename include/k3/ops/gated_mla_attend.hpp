@@ -4,6 +4,7 @@
 #include <vector>
 
 #include <k3/core/execution.hpp>
+#include <k3/core/overlap.hpp>
 #include <k3/formula/activation.hpp>
 #include <k3/formula/mla.hpp>
 #include <k3/ops/mla_kv.hpp>
@@ -145,7 +146,7 @@ std::vector<std::remove_const_t<T>> copy_of(const View<T, 1>& row) {
 /// and k where `mla_use_nope` is false, appends k and v, attends to all of the cache, multiplies by sigmoid(g).
 /// Shapes: q, k [heads * (nope + rope)], v, g, out [heads * v], g's data null exactly where `mla_use_output_gate` is
 /// false. `position` and `theta` serve the rotation only. Throws invalid_argument, with nothing changed, on shapes that
-/// do not fit, a full cache, an odd rope to be turned.
+/// do not fit, overlapping memory, a full cache, an odd rope to be turned.
 template <mla_geometry G, host_tensor<1> Q, host_tensor<1> K, host_tensor<1> V, host_tensor<1> Gate, real T,
           writable_host_tensor<1> Out>
 void mla_decode_token(const host&, G geometry, const Q& q, const K& k, const V& v, const Gate& g, MlaExpandedKv<T>& kv,
@@ -157,7 +158,9 @@ void mla_decode_token(const host&, G geometry, const Q& q, const K& k, const V& 
   detail::require_shape(operation, "q", q, mla_q_width(geometry));
   if (g.data) detail::require_shape(operation, "g", g, mla_v_width(geometry));
   detail::require_shape(operation, "out", out, mla_v_width(geometry));
-  detail::require_disjoint(operation, "out", out, "q", q);
+  detail::require_shape(operation, "k", k, mla_q_width(geometry));
+  detail::require_shape(operation, "v", v, mla_v_width(geometry));
+  detail::require_disjoint(operation, "out", out, "q", q, "k", k, "v", v);
   if (g.data) detail::require_disjoint(operation, "out", out, "g", g);
   mla_rotate(geometry, kv.append(k, v), position, theta);
   auto turned = detail::copy_of(q);
@@ -181,9 +184,7 @@ void gated_mla_attend(const host& exec, G geometry, const Q& q, const K& k, cons
   detail::require_shape(operation, "v", v, tokens, mla_v_width(geometry));
   if (g.data) detail::require_shape(operation, "g", g, tokens, mla_v_width(geometry));
   detail::require_shape(operation, "out", out, tokens, mla_v_width(geometry));
-  detail::require_disjoint(operation, "out", out, "q", q);
-  detail::require_disjoint(operation, "out", out, "k", k);
-  detail::require_disjoint(operation, "out", out, "v", v);
+  detail::require_disjoint(operation, "out", out, "q", q, "k", k, "v", v);
   if (g.data) detail::require_disjoint(operation, "out", out, "g", g);
   MlaExpandedKv<typename K::value_type> kv(geometry, tokens);
   for (size t = 0; t < tokens; ++t) {

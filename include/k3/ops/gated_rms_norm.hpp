@@ -3,6 +3,7 @@
 
 #include <k3/core/any_view.hpp>
 #include <k3/core/execution.hpp>
+#include <k3/core/overlap.hpp>
 #include <k3/formula/activation.hpp>
 #include <k3/formula/rms_norm.hpp>
 #include <k3/geometry/kda_config.hpp>
@@ -31,8 +32,8 @@ void gated_rms_norm_head(const Core* core, const Gate* gate, const W* weight, Ac
 /// KDA's output gate: every head's core output is RMS-normalised, weighted and multiplied by sigmoid(gate):
 /// out[h] = weight * core[h] / sqrt(mean(core[h]^2) + eps) * sigmoid(gate[h]), rounded once on store.
 /// Shapes: core [R, H*D], gate [R, H*D] (g_proj x), weight [D] shared by the heads, out [R, H*D], which may be core or
-/// gate. Throws invalid_argument on shapes that do not fit. Accuracy: <= 7e-7 relative to double for float.
-/// Source: `o_norm.weight`, `rms_norm_eps`.
+/// gate. Throws invalid_argument on shapes that do not fit and on memory that overlaps in another way.
+/// Accuracy: <= 7e-7 relative to double for float. Source: `o_norm.weight`, `rms_norm_eps`.
 template <kda_geometry G, host_tensor<2> Core, host_tensor<2> Gate, class Weight, writable_host_tensor<2> Out>
 void gated_rms_norm(const host& exec, G geometry, const Core& core, const Gate& gate, const Weight& weight,
                     accumulator_t<typename Core::value_type> eps, const Out& out) {
@@ -45,6 +46,9 @@ void gated_rms_norm(const host& exec, G geometry, const Core& core, const Gate& 
   detail::require(weight.data != nullptr && weight.extent(0) == head_dim, operation, "weight's length",
                   weight.extent(0), head_dim);
   detail::require_shape(operation, "out", out, rows, kda_width(geometry));
+  detail::require_same_or_disjoint(operation, "out", out, "core", core);
+  detail::require_same_or_disjoint(operation, "out", out, "gate", gate);
+  detail::require_disjoint(operation, "out", out, "weight", weight);
   detail::with_typed(weight, [&](const auto& w) {
     // Weighted as 64 bytes a channel: the sigmoid costs more than the memory traffic.
     detail::parallel_chunks(exec, rows * heads, 1, rows * heads * head_dim * 64, [&](size first, size last) {

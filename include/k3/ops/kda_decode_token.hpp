@@ -193,6 +193,7 @@ void kda_decode_token(const host& exec, G geometry, const X& x_qkv, const KdaCon
     require_disjoint("out", out);
     require_disjoint("state.recurrent", state.recurrent);
     require_disjoint("state.conv", state.conv);
+    detail::require_disjoint(operation, "state.recurrent", state.recurrent, "state.conv", state.conv);
     detail::require_disjoint(operation, "out", detail::footprint(out), "state.recurrent",
                              detail::footprint(state.recurrent));
     detail::require_disjoint(operation, "out", detail::footprint(out), "state.conv", detail::footprint(state.conv));

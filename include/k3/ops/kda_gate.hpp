@@ -3,6 +3,7 @@
 
 #include <k3/core/any_view.hpp>
 #include <k3/core/execution.hpp>
+#include <k3/core/overlap.hpp>
 #include <k3/formula/kda.hpp>
 #include <k3/geometry/kda_config.hpp>
 
@@ -12,8 +13,8 @@ namespace k3 {
 /// lower_bound * sigmoid(exp(A_log[h]) (z + dt_bias)), or -exp(A_log[h]) softplus(z + dt_bias) where no bound is given.
 /// Shapes: z [R, H*D], A_log [H or more: what follows the first H entries is padding and never read], dt_bias [H*D],
 /// log_decay [R, H*D] in the accumulator type of z; log_decay may be z. Throws invalid_argument on shapes that do not
-/// fit and on a bound that is not finite and below 0. Accuracy: <= 2e-7 |bound| (bounded), <= 1e-6 relative (softplus)
-/// of double for float. Source: `A_log`, `dt_bias`, `gate_lower_bound`.
+/// fit, memory that overlaps in another way and a bound that is not finite and below 0. Accuracy: <= 2e-7 |bound|
+/// (bounded), <= 1e-6 relative (softplus) of double for float. Source: `A_log`, `dt_bias`, `gate_lower_bound`.
 template <kda_geometry G, host_tensor<2> Z, class ALog, class DtBias, writable_host_tensor<2> Out>
   requires(std::same_as<typename Out::value_type, accumulator_t<typename Z::value_type>>)
 void kda_gate(const host& exec, G geometry, const Z& z, const ALog& A_log, const DtBias& dt_bias,
@@ -31,6 +32,8 @@ void kda_gate(const host& exec, G geometry, const Z& z, const ALog& A_log, const
     detail::require(*lower_bound < 0 && *lower_bound - *lower_bound == 0, operation, "lower_bound", *lower_bound,
                     "finite and below 0");
   detail::require_shape(operation, "log_decay", log_decay, rows, width);
+  detail::require_same_or_disjoint(operation, "log_decay", log_decay, "z", z);
+  detail::require_disjoint(operation, "log_decay", log_decay, "A_log", A_log, "dt_bias", dt_bias);
   detail::with_typed(A_log, [&](const auto& a_log) {
     detail::with_typed(dt_bias, [&](const auto& bias) {
       // Weighted as 64 bytes a channel: the exponential costs more than the memory traffic.

@@ -75,6 +75,25 @@ void require_weights(const char* operation, G g, const LatentMoeWeights& w) {
   require_if(shared, operation, "shared_experts.down_proj", w.shared_experts.down_proj, g.hidden, width);
 }
 
+/// Throws invalid_argument where out or the status shares memory with an input; out may be x. (The experts' weights are
+/// looked at when they are fetched.)
+template <class X, class Out>
+void require_moe_memory(const char* operation, const X& x, const LatentMoeWeights& w, const Out& out,
+                        const LatentMoeOptions& options) {
+  const auto apart_from_weights = [&](const char* written, const auto& to) {
+    require_disjoint(operation, written, to, "gate", w.gate, "e_score_correction_bias", w.e_score_correction_bias,
+                     "routed_expert_down_proj", w.routed_expert_down_proj, "routed_expert_norm", w.routed_expert_norm,
+                     "routed_expert_up_proj", w.routed_expert_up_proj, "slots", options.slots);
+    require_disjoint(operation, written, to, "shared_experts.gate_proj", w.shared_experts.gate_proj,
+                     "shared_experts.up_proj", w.shared_experts.up_proj, "shared_experts.down_proj",
+                     w.shared_experts.down_proj);
+  };
+  require_same_or_disjoint(operation, "out", out, "x", x);
+  apart_from_weights("out", out);
+  apart_from_weights("status", options.status);
+  require_disjoint(operation, "status", options.status, "x", x, "out", out);
+}
+
 /// Router logits in the accumulator type, the choice of experts, and which rows have none.
 template <precision P, latent_moe_geometry G, class X>
 void route(const host& exec, G g, const X& x, const LatentMoeWeights& w, const LatentMoeOptions& options,
@@ -107,7 +126,7 @@ void route(const host& exec, G g, const X& x, const LatentMoeWeights& w, const L
 template <precision P, latent_moe_geometry G, class X, class Experts>
 HostView<const typename P::activation, 2> routed_part(const host& exec, G g, const X& x, const LatentMoeWeights& w,
                                                       Experts& experts, typename P::accumulator eps,
-                                                      MoeBuffers<P>& buffers) {
+                                                      MoeBuffers<P>& buffers, const MoeResult& result) {
   const size rows = x.extent(0), width = moe_expert_width(g);
   const auto rows_of = [&](auto& values, size columns) { return view(values.data(), rows, columns); };
   HostView<const typename P::activation, 2> expert_in = x;
@@ -117,8 +136,8 @@ HostView<const typename P::activation, 2> routed_part(const host& exec, G g, con
     expert_in = latent;
   }
   const auto combined = rows_of(buffers.combined, width);
-  mix_experts<P>(exec, g, expert_in, rows_of(buffers.ids, g.top_k), rows_of(buffers.weights, g.top_k), experts, buffers,
-                 combined, "latent_moe_forward");
+  mix_experts<P>(exec, g, expert_in, rows_of(buffers.weights, g.top_k), experts, buffers, combined, result,
+                 "latent_moe_forward");
   if (g.latent == 0) return combined;
   auto up_in = combined;
   if (g.use_norm) {
@@ -154,11 +173,11 @@ void add_shared(const Routed& routed, const Shared& shared, const MoeBuffers<P>&
 /// scaled. Without a latent width the experts work on x. Rounded to the activation type: each linear's output, the
 /// activations, the experts' outputs, their sum, the norm's output, the result.
 /// Shapes: x and out [R, hidden] (out may be x), weights and experts as their types say.
-/// Throws invalid_argument, before anything is written, on shapes, sizes and weights that do not fit the geometry, a
-/// NaN bias and a forced expert that does not exist; passes on what `experts` throws, `out` unchanged. A row with NaN
-/// router logits reads no expert and gives NaN; `options.status` is told, or else the call throws at the end.
-/// Accuracy: <= 8e-7 of the largest element relative to double for float.
-/// Cost: 2 R (n_routed + 2 latent) hidden + 6 R (top_k width + n_shared hidden) expert_hidden FLOPs.
+/// Throws invalid_argument, before anything is written, on shapes, sizes and weights that do not fit the geometry,
+/// other overlapping memory, a NaN bias and a forced expert that does not exist; passes on what `experts` throws, `out`
+/// unchanged. A row with NaN router logits reads no expert and gives NaN; `options.status` is told, or else the call
+/// throws at the end. Accuracy: <= 8e-7 of the largest element relative to double for float. Cost: 2 R (n_routed + 2
+/// latent) hidden + 6 R (top_k width + n_shared hidden) expert_hidden FLOPs.
 template <latent_moe_geometry G, host_tensor<2> X, class Experts, precision P, writable_host_tensor<2> Out>
   requires(expert_source<std::remove_reference_t<Experts>> &&
            std::same_as<typename X::value_type, typename P::activation> &&
@@ -180,6 +199,7 @@ void latent_moe_forward(const host& exec, G geometry, const X& x, const LatentMo
   detail::require_shape(operation, "out", out, rows, geometry.hidden);
   if (options.slots.data) detail::require_shape(operation, "slots", options.slots, rows);
   if (options.status.data) detail::require_shape(operation, "status", options.status, rows);
+  detail::require_moe_memory(operation, x, weights, out, options);
   if (options.force_expert && *options.force_expert >= geometry.n_routed)
     throw invalid_argument(operation, "force_expert", std::to_string(*options.force_expert),
                            "below the number of experts");
@@ -187,11 +207,14 @@ void latent_moe_forward(const host& exec, G geometry, const X& x, const LatentMo
 
   detail::MoeBuffers<P>& buffers = workspace.buffers(rows);
   detail::route<P>(exec, geometry, x, weights, options, buffers);
-  const auto routed = detail::routed_part<P>(exec, geometry, x, weights, experts, eps, buffers);
+  detail::choose_experts(buffers, view(buffers.ids.data(), rows, size{geometry.top_k}), experts);
+  // What needs no routed expert comes first: a source that reads them from a drive does so meanwhile.
   const auto shared = view(buffers.shared.data(), rows, size{geometry.hidden});
   if (geometry.n_shared > 0)
     dense_mlp(exec, geometry.activation, x, weights.shared_experts.gate_proj, weights.shared_experts.up_proj,
               weights.shared_experts.down_proj, buffers.shared_mlp, shared);
+  const auto routed = detail::routed_part<P>(exec, geometry, x, weights, experts, eps, buffers,
+                                             {detail::footprint(out), detail::footprint(options.status)});
   detail::add_shared<P>(routed, shared, buffers, out);
   size failed = rows;
   for (size row = rows; row-- > 0;)

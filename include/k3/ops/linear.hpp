@@ -12,36 +12,45 @@ inline constexpr bool is_linear_weight = std::is_same_v<W, Mxfp4Matrix<>> || std
 template <class T>
 inline constexpr bool is_linear_weight<View<T, 2>> = is_real<std::remove_const_t<T>>;
 
-template <class Out, MemorySpace Space>
-void require_disjoint(const char* operation, const char* written, const Out& out, const char* read,
-                      const Mxfp4Matrix<Space>& matrix) {
-  require_disjoint(operation, written, out, read, matrix.packed);
-  require_disjoint(operation, written, out, read, matrix.scale);
-}
-
 template <class W>
 void require_weight_shape(const char* operation, const W& weight, size rows, size columns) {
-  if constexpr (std::is_same_v<W, AnyMatrix<>>) require_shape(operation, "weight", weight, {rows, columns});
-  else require_shape(operation, "weight", weight, rows, columns);
+  if constexpr (std::is_same_v<W, AnyMatrix<>>)
+    require_shape(operation, "weight", weight, {rows, columns});
+  else
+    require_shape(operation, "weight", weight, rows, columns);
 }
 
 /// The same matrix, read-only.
 template <class T>
-View<const T, 2> read_only(const View<T, 2>& matrix) { return matrix; }
+View<const T, 2> read_only(const View<T, 2>& matrix) {
+  return matrix;
+}
 template <class T>
-View<const T, 2> read_only(const View<const T, 2>& matrix) { return matrix; }
+View<const T, 2> read_only(const View<const T, 2>& matrix) {
+  return matrix;
+}
 
 /// f(View<const T, 2>) or f(Mxfp4Matrix).
 template <class T, class F>
-void with_weight(const View<T, 2>& weight, F&& f) { f(read_only(weight)); }
+void with_weight(const View<T, 2>& weight, F&& f) {
+  f(read_only(weight));
+}
 template <class F>
-void with_weight(const Mxfp4Matrix<>& weight, F&& f) { f(weight); }
+void with_weight(const Mxfp4Matrix<>& weight, F&& f) {
+  f(weight);
+}
 template <class F>
-void with_weight(const AnyMatrix<>& weight, F&& f) { visit_matrix(weight, f); }
+void with_weight(const AnyMatrix<>& weight, F&& f) {
+  visit_matrix(weight, f);
+}
 template <class F>
-void with_dense_weight(const AnyMatrix<>& weight, F&& f) { visit(weight, f); }
+void with_dense_weight(const AnyMatrix<>& weight, F&& f) {
+  visit(weight, f);
+}
 template <class T, class F>
-void with_dense_weight(const View<T, 2>& weight, F&& f) { f(read_only(weight)); }
+void with_dense_weight(const View<T, 2>& weight, F&& f) {
+  f(read_only(weight));
+}
 
 template <class Weight>
 inline constexpr bool is_double_weight = std::is_same_v<Weight, View<const double, 2>>;
@@ -52,7 +61,9 @@ using product_t = std::conditional_t<std::is_same_v<T, double> || is_double_weig
 
 inline size weight_bytes(const Mxfp4Matrix<>& weight) { return weight.rows() * weight.columns() / 32 * 17; }
 template <class T>
-size weight_bytes(const View<const T, 2>& weight) { return weight.elements() * sizeof(T); }
+size weight_bytes(const View<const T, 2>& weight) {
+  return weight.elements() * sizeof(T);
+}
 
 /// The version to run: what was asked for, if this processor has it.
 inline Isa usable_isa(const host& exec) { return exec.isa > best_isa() ? best_isa() : exec.isa; }
@@ -98,9 +109,8 @@ template <class T, class Weight, class Out>
 void linear_typed(const host& exec, const View<const T, 2>& x, const Weight& weight, const Out& out) {
   const size bytes = weight_bytes(weight);
   if constexpr (std::is_same_v<product_t<T, Weight>, double>) {
-    parallel_chunks(exec, out.extents[1], 16, bytes * x.extents[0], [&](size first, size last) {
-      linear_rows_plain<double>(x, weight, out, first, last);
-    });
+    parallel_chunks(exec, out.extents[1], 16, bytes * x.extents[0],
+                    [&](size first, size last) { linear_rows_plain<double>(x, weight, out, first, last); });
   } else {
     for_each_slab(x, out, [&](const View<const float, 2>& x_slab, const Out& out_slab) {
       const size traffic = bytes * ((x_slab.extents[0] + 3) / 4);
@@ -126,9 +136,8 @@ template <class T, class Weight, class Out>
 void transposed_typed(const host& exec, const View<const T, 2>& x, const Weight& weight, const Out& out) {
   const size bytes = weight_bytes(weight);
   if constexpr (std::is_same_v<product_t<T, Weight>, double>) {
-    parallel_chunks(exec, out.extents[1], 64, bytes * x.extents[0], [&](size first, size last) {
-      transposed_columns_plain<double>(x, weight, out, first, last);
-    });
+    parallel_chunks(exec, out.extents[1], 64, bytes * x.extents[0],
+                    [&](size first, size last) { transposed_columns_plain<double>(x, weight, out, first, last); });
   } else {
     for_each_slab(x, out, [&](const View<const float, 2>& x_slab, const Out& out_slab) {
       parallel_chunks(exec, out.extents[1], 256, bytes * ((x_slab.extents[0] + 3) / 4), [&](size first, size last) {

@@ -23,7 +23,9 @@ K3_TARGET_AVX2 inline __m256 load8(const bf16* from) {
 
 /// Columns [k, k + 8) of a weight row as floats. `table` is set at the first columns of a scale group.
 template <class T>
-K3_TARGET_AVX2 inline __m256 load_weights8(const T* row, size k, bool, __m256&) { return load8(row + k); }
+K3_TARGET_AVX2 inline __m256 load_weights8(const T* row, size k, bool, __m256&) {
+  return load8(row + k);
+}
 /// Eight codes of a 32-bit word go to eight lanes: shifted down, bits 0-2 choose the magnitude; shifted up, bit 3 is
 /// the sign. The permuted table holds the magnitudes times the scale: the same float product as one per element.
 K3_TARGET_AVX2 inline __m256 load_weights8(const Mxfp4Row& row, size k, bool first_of_group, __m256& table) {
@@ -54,8 +56,7 @@ K3_TARGET_AVX2 void axpy_columns(const float* const (&x)[XRows], const W* w, siz
   for (size j = 0; j < XRows; ++j)
     for (size k = 0; k < columns; ++k) {
       float sum = 0;
-      for (size n = 0; n < rows; ++n)
-        sum = __builtin_fmaf(x[j][n], static_cast<float>(w[n * stride + k]), sum);
+      for (size n = 0; n < rows; ++n) sum = __builtin_fmaf(x[j][n], static_cast<float>(w[n * stride + k]), sum);
       out[j][k] = sum;
     }
 }
@@ -64,7 +65,9 @@ K3_TARGET_AVX2 void axpy_columns(const float* const (&x)[XRows], const W* w, siz
 struct Avx2 {
   static constexpr size width = 8;
   template <size XRows>
-  static constexpr size registers = XRows == 1 ? 8 : XRows == 2 ? 4 : 1;
+  static constexpr size registers = XRows == 1   ? 8
+                                    : XRows == 2 ? 4
+                                                 : 1;
   template <size XRows>
   static constexpr size rows = XRows == 4 ? 2 : 1;
   template <size XRows>
@@ -72,8 +75,8 @@ struct Avx2 {
 
   /// lanes[r][j][lane..] += w[r] * x[j] over the columns [first, last) of these lanes.
   template <size XRows, size WRows, size Ahead, class Row>
-  K3_TARGET_AVX2 static void accumulate(const Row* w, const float* const (&x)[XRows], size first, size last,
-                                        size lane, float (&lanes)[WRows][XRows][dot_lanes]) {
+  K3_TARGET_AVX2 static void accumulate(const Row* w, const float* const (&x)[XRows], size first, size last, size lane,
+                                        float (&lanes)[WRows][XRows][dot_lanes]) {
     constexpr size regs = registers<XRows>;
     __m256 sum[WRows][XRows][regs];
 #pragma GCC unroll 16

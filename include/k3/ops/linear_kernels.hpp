@@ -18,7 +18,9 @@ struct Mxfp4Row {
 };
 
 template <class T>
-const T* weight_row(const View<const T, 2>& weight, size row) { return weight.data + row * weight.strides[0]; }
+const T* weight_row(const View<const T, 2>& weight, size row) {
+  return weight.data + row * weight.strides[0];
+}
 inline Mxfp4Row weight_row(const Mxfp4Matrix<>& weight, size row) {
   return {weight.packed.data + row * weight.packed.strides[0], weight.scale.data + row * weight.scale.strides[0]};
 }
@@ -32,7 +34,9 @@ struct E8m0Table {
 inline constexpr E8m0Table e8m0_table;
 
 template <class Acc, class T>
-Acc weight_value(const T* row, size column) { return static_cast<Acc>(row[column]); }
+Acc weight_value(const T* row, size column) {
+  return static_cast<Acc>(row[column]);
+}
 template <class Acc>
 Acc weight_value(const Mxfp4Row& row, size column) {
   const unsigned byte = row.packed[column / 2];
@@ -47,7 +51,9 @@ inline void prefetch_bytes(const void* row, size offset, size count) {
   for (size i = 0; i < count; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(from + i));
 }
 template <class T>
-void prefetch_weights(const T* row, size k) { prefetch_bytes(row, k * sizeof(T), dot_lanes * sizeof(T)); }
+void prefetch_weights(const T* row, size k) {
+  prefetch_bytes(row, k * sizeof(T), dot_lanes * sizeof(T));
+}
 inline void prefetch_weights(const Mxfp4Row& row, size k) { prefetch_bytes(row.packed, k / 2, dot_lanes / 2); }
 
 /// How many columns ahead: 6 KiB keep one core's share of the memory busy where rows are read one after the other.
@@ -160,9 +166,12 @@ void linear_rows(const View<const float, 2>& x, const Weight& weight, const Out&
     const size count = smaller(tile_rows, last - n);
     for (size b = 0; b < x.extents[0]; b += 4) {
       const size left = x.extents[0] - b;
-      if (left == 1) linear_tile<Kernel, 1>(x, weight, out, b, n, count);
-      else if (left == 2) linear_tile<Kernel, 2>(x, weight, out, b, n, count);
-      else linear_tile<Kernel, 4>(x, weight, out, b, n, count);
+      if (left == 1)
+        linear_tile<Kernel, 1>(x, weight, out, b, n, count);
+      else if (left == 2)
+        linear_tile<Kernel, 2>(x, weight, out, b, n, count);
+      else
+        linear_tile<Kernel, 4>(x, weight, out, b, n, count);
     }
   }
 }
@@ -190,9 +199,12 @@ void transposed_x_block(const View<const float, 2>& x, const Weight& weight, con
   for (size k = first; k < last;) {
     const size left = last - k, columns = left >= block ? block : left >= width ? width : left;
     const auto* w = weight.data + k;
-    if (columns == block) Kernel::template axpy<block / width>(x_row, w, weight.strides[0], rows, sum);
-    else if (columns == width) Kernel::template axpy<1>(x_row, w, weight.strides[0], rows, sum);
-    else Kernel::axpy_tail(x_row, w, weight.strides[0], rows, columns, sum);
+    if (columns == block)
+      Kernel::template axpy<block / width>(x_row, w, weight.strides[0], rows, sum);
+    else if (columns == width)
+      Kernel::template axpy<1>(x_row, w, weight.strides[0], rows, sum);
+    else
+      Kernel::axpy_tail(x_row, w, weight.strides[0], rows, columns, sum);
     for (size j = 0; j < count; ++j)
       for (size i = 0; i < columns; ++i) out(b + j, k + i) = static_cast<typename Out::value_type>(sum[j][i]);
     k += columns;
@@ -203,9 +215,12 @@ template <class Kernel, class Weight, class Out>
 void transposed_columns(const View<const float, 2>& x, const Weight& weight, const Out& out, size first, size last) {
   for (size b = 0; b < x.extents[0]; b += 4) {
     const size left = x.extents[0] - b;
-    if (left == 1) transposed_x_block<Kernel, 1>(x, weight, out, b, first, last);
-    else if (left == 2) transposed_x_block<Kernel, 2>(x, weight, out, b, first, last);
-    else transposed_x_block<Kernel, 4>(x, weight, out, b, first, last);
+    if (left == 1)
+      transposed_x_block<Kernel, 1>(x, weight, out, b, first, last);
+    else if (left == 2)
+      transposed_x_block<Kernel, 2>(x, weight, out, b, first, last);
+    else
+      transposed_x_block<Kernel, 4>(x, weight, out, b, first, last);
   }
 }
 

@@ -14,7 +14,8 @@ struct ExpertWeights {
 };
 
 /// Something that has experts: a std::vector<ExpertWeights>, or an object that fetches and checks an expert when it is
-/// asked for and throws where that fails. What it returns must stay valid until the next one is asked for.
+/// asked for and throws where that fails. What it returns must stay valid until the next one is asked for. A source
+/// that has them is told with need() which experts come, and is asked with acquire() and release() (see ExpertSource).
 template <class S>
 concept expert_source = requires(S& source, size e) {
   { source[e] } -> std::convertible_to<const ExpertWeights&>;
@@ -22,6 +23,36 @@ concept expert_source = requires(S& source, size e) {
 };
 
 namespace detail {
+
+/// An expert while it is in use.
+template <class Experts>
+class UsedExpert {
+ public:
+  static constexpr bool managed = requires(Experts& experts, size e) {
+    { experts.acquire(e) } -> std::same_as<ExpertWeights>;
+    experts.release(e);
+  };
+
+  UsedExpert(Experts& experts, size e) : experts_(experts), expert_(e), weights_(get(experts, e)) {}
+  UsedExpert(const UsedExpert&) = delete;
+  UsedExpert& operator=(const UsedExpert&) = delete;
+  ~UsedExpert() {
+    if constexpr (managed) experts_.release(expert_);
+  }
+  const ExpertWeights& weights() const { return weights_; }
+
+ private:
+  static ExpertWeights get(Experts& experts, size e) {
+    if constexpr (managed)
+      return experts.acquire(e);
+    else
+      return experts[e];
+  }
+
+  Experts& experts_;
+  size expert_;
+  ExpertWeights weights_;
+};
 
 /// The memory behind a MoeWorkspace.
 template <precision P>
@@ -36,6 +67,7 @@ struct MoeBuffers {
   std::vector<Activation> gathered;                  // [rows, expert width]: the rows of one expert
   std::vector<Activation> expert_out;                // [rows * top_k, expert width], in order of expert
   std::vector<size> first;                           // [n_routed + 1]: where an expert's part of `order` begins
+  std::vector<size> chosen;                          // the distinct experts that rows chose, in order of id
   std::vector<size> order, position;  // [rows * top_k]: choice (row * top_k + rank) by place, and place by choice
   std::vector<RowStatus> status;      // [rows]
   std::vector<unsigned char> skip;    // [rows]: 1 where no expert is read for a row
@@ -58,7 +90,9 @@ struct MoeBuffers {
         status(rows),
         skip(rows),
         expert_mlp(g.expert_hidden, rows),
-        shared_mlp(moe_shared_width(g), rows) {}
+        shared_mlp(moe_shared_width(g), rows) {
+    chosen.reserve(g.n_routed);
+  }
 };
 
 }  // namespace detail
@@ -142,9 +176,25 @@ void require_expert(const char* operation, G g, const ExpertWeights& expert, siz
   require_weight(operation, (name + "w2").c_str(), expert.w2, width, g.expert_hidden);
 }
 
-/// Sorts the choices of all rows that are not skipped by expert (a counting sort: stable, no allocation).
-template <precision P, class Ids>
-void group_by_expert(MoeBuffers<P>& buffers, const Ids& ids) {
+/// The memory that a call writes at its end: no expert's weights may lie in it.
+struct MoeResult {
+  Footprint out, status{};
+};
+
+inline void require_apart(const char* operation, const MoeResult& result, const ExpertWeights& expert) {
+  const auto apart = [&](const char* written, const Footprint& to) {
+    require_disjoint(operation, written, to, "an expert's w1", expert.w1);
+    require_disjoint(operation, written, to, "an expert's w3", expert.w3);
+    require_disjoint(operation, written, to, "an expert's w2", expert.w2);
+  };
+  apart("out", result.out);
+  apart("status", result.status);
+}
+
+/// Sorts the choices of all rows that are not skipped by expert (a counting sort: stable, no allocation), and tells the
+/// source which experts they are.
+template <precision P, class Ids, class Experts>
+void choose_experts(MoeBuffers<P>& buffers, const Ids& ids, Experts& source) {
   const size rows = ids.extent(0), k = ids.extent(1), experts = buffers.first.size() - 1;
   size* first = buffers.first.data();
   for (size e = 0; e <= experts; ++e) first[e] = 0;
@@ -160,6 +210,11 @@ void group_by_expert(MoeBuffers<P>& buffers, const Ids& ids) {
   });
   for (size e = experts; e > 0; --e) first[e] = first[e - 1];  // each first[e] had moved on to first[e + 1]
   first[0] = 0;
+  buffers.chosen.clear();
+  for (size e = 0; e < experts; ++e)
+    if (first[e] < first[e + 1]) buffers.chosen.push_back(e);
+  if constexpr (requires { source.need(buffers.chosen.data(), buffers.chosen.size()); })
+    source.need(buffers.chosen.data(), buffers.chosen.size());
 }
 
 /// One expert for all rows that chose it: every weight is read once for as many rows as the workspace holds.
@@ -204,18 +259,16 @@ void combine_experts(const host& exec, const MoeBuffers<P>& buffers, const Weigh
   });
 }
 
-/// mix_routed_experts after its checks; `buffers.skip` says which rows are left out.
-template <precision P, latent_moe_geometry G, class Ids, class Weights, class Experts, class Out>
-void mix_experts(const host& exec, G g, HostView<const typename P::activation, 2> x, const Ids& ids,
-                 const Weights& weights, Experts& experts, MoeBuffers<P>& buffers, const Out& out,
+/// mix_routed_experts after its checks and choose_experts; `buffers.skip` says which rows are left out.
+template <precision P, latent_moe_geometry G, class Weights, class Experts, class Out>
+void mix_experts(const host& exec, G g, HostView<const typename P::activation, 2> x, const Weights& weights,
+                 Experts& experts, MoeBuffers<P>& buffers, const Out& out, const MoeResult& result,
                  const char* operation) {
-  group_by_expert(buffers, ids);
-  for (size e = 0; e < g.n_routed; ++e) {
-    const size first = buffers.first[e], last = buffers.first[e + 1];
-    if (first == last) continue;
-    const ExpertWeights& expert = experts[e];
-    require_expert(operation, g, expert, e);
-    run_expert<P>(exec, g, expert, x, buffers, first, last);
+  for (const size e : buffers.chosen) {
+    const UsedExpert<Experts> expert(experts, e);
+    require_expert(operation, g, expert.weights(), e);
+    require_apart(operation, result, expert.weights());
+    run_expert<P>(exec, g, expert.weights(), x, buffers, buffers.first[e], buffers.first[e + 1]);
   }
   combine_experts(exec, buffers, weights, out);
 }
@@ -244,9 +297,9 @@ void require_expert_ids(const char* operation, const Ids& ids, size experts, con
 /// latent width or, without latent space, the hidden size. Rows that chose the same expert are computed together, so
 /// each chosen expert is asked for once and read once for up to 32 rows; a row's bits do not depend on the others.
 /// `slots` [R], if given: rows with pad_slot are not looked at and give 0.
-/// Throws invalid_argument on shapes, sizes and ids that do not fit, before any expert is read, and passes on what
-/// `experts` throws; `out` is then unchanged. Accuracy: <= 8e-7 of the largest element relative to double for float.
-/// Cost: 6 * R * top_k * expert_hidden * W FLOPs.
+/// Throws invalid_argument on shapes, sizes and ids that do not fit and other overlapping memory, before any expert is
+/// read, and passes on what `experts` throws; `out` is then unchanged. Accuracy: <= 8e-7 of the largest element
+/// relative to double for float. Cost: 6 * R * top_k * expert_hidden * W FLOPs.
 template <latent_moe_geometry G, host_tensor<2> Latent, host_tensor<2> Ids, host_tensor<2> Weights, class Experts,
           precision P, writable_host_tensor<2> Out>
   requires(expert_source<std::remove_reference_t<Experts>> &&
@@ -267,10 +320,13 @@ void mix_routed_experts(const host& exec, G geometry, const Latent& latent, cons
   detail::require_experts(operation, experts, geometry.n_routed);
   detail::require_shape(operation, "out", out, rows, width);
   if (slots.data) detail::require_shape(operation, "slots", slots, rows);
+  detail::require_same_or_disjoint(operation, "out", out, "latent", latent);
+  detail::require_disjoint(operation, "out", out, "ids", ids, "weights", weights, "slots", slots);
   detail::require_expert_ids(operation, ids, geometry.n_routed, slots);
   detail::MoeBuffers<P>& buffers = workspace.buffers(rows);
   for (size row = 0; row < rows; ++row) buffers.skip[row] = slots.data && slots(row) == pad_slot;
-  detail::mix_experts<P>(exec, geometry, latent, ids, weights, experts, buffers, out, operation);
+  detail::choose_experts(buffers, ids, experts);
+  detail::mix_experts<P>(exec, geometry, latent, weights, experts, buffers, out, {detail::footprint(out)}, operation);
 }
 
 }  // namespace k3

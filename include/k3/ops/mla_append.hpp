@@ -18,7 +18,8 @@ void check_mla_append(const char* operation, G g, const KvA& kv_a, const Weight&
   require(norm_eps >= 0 && norm_eps < 1, operation, "norm_eps", norm_eps, "at least 0 and below 1");
   require_shape(operation, "positions", positions, slots.extents[0]);
   check_mla_rows(operation, slots, positions, kv, [&](size position) { return position / kv.page_size; });
-  require_disjoint(operation, "kv.pages", kv.pages, "kv_a", kv_a);
+  require_disjoint(operation, "kv.pages", kv.pages, "kv_a", kv_a, "kv_a_layernorm", weight, "slots", slots, "positions",
+                   positions, "kv.block_table", kv.block_table);
 }
 
 }  // namespace detail

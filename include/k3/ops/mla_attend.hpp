@@ -199,8 +199,8 @@ void mla_attend(const host& exec, G geometry, const Q& q_latent, const MlaKvView
   detail::require_shape("mla_attend", "q_latent", q_latent, rows, geometry.heads, mla_cache_width(geometry));
   detail::require_shape("mla_attend", "o_latent", o_latent, rows, geometry.heads, geometry.kv_lora_rank);
   detail::check_mla_rows("mla_attend", slots, positions, kv, [](size) { return size{0}; });
-  detail::require_disjoint("mla_attend", "o_latent", o_latent, "q_latent", q_latent);
-  detail::require_disjoint("mla_attend", "o_latent", o_latent, "kv.pages", kv.pages);
+  detail::require_disjoint("mla_attend", "o_latent", o_latent, "q_latent", q_latent, "kv.pages", kv.pages, "slots",
+                           slots, "positions", positions, "kv.block_table", kv.block_table);
   detail::mla_attend_rows(exec, geometry, q_latent, MlaKvView<const T>{kv.pages, kv.block_table, kv.page_size}, slots,
                           positions, o_latent);
 }

@@ -20,30 +20,10 @@ void check_kv_b(const char* operation, G g, const KvB& kv_b) {
     require(kv_b.type != ElementType::mxfp4, operation, "kv_b", "MXFP4", "F64, F32 or BF16");
 }
 
-/// The memory of kv_b, for overlap checks.
-template <class KvB>
-auto kv_b_bytes(const KvB& kv_b) {
-  if constexpr (host_tensor<KvB, 2>)
-    return kv_b;
-  else
-    return view(static_cast<const unsigned char*>(kv_b.data), kv_b.extents[0] * kv_b.extents[1] *
-                                                                  (kv_b.type == ElementType::f64   ? size{8}
-                                                                   : kv_b.type == ElementType::f32 ? size{4}
-                                                                                                   : size{2}));
-}
-
 /// Head h of a [R, heads, n] view as a matrix [R, n], rows heads * n apart.
 template <class T>
 View<T, 2> head_rows(const View<T, 3>& v, size h) {
   return {v.data + h * v.strides[1], {v.extents[0], v.extents[2]}, {v.strides[0], v.strides[2]}};
-}
-
-template <class T, class U>
-bool same_rows(const View<T, 2>& a, const View<U, 2>& b) {
-  if constexpr (std::is_same_v<std::remove_const_t<T>, std::remove_const_t<U>>)
-    return a.data == b.data && a.strides[0] == b.strides[0];
-  else
-    return false;
 }
 
 }  // namespace detail
@@ -62,8 +42,7 @@ void mla_absorb_query(const host& exec, G geometry, const Q& q, const KvB& kv_b,
   detail::require_shape("mla_absorb_query", "q", q, rows, mla_q_width(geometry));
   detail::check_kv_b("mla_absorb_query", geometry, kv_b);
   detail::require_shape("mla_absorb_query", "q_latent", q_latent, rows, geometry.heads, mla_cache_width(geometry));
-  detail::require_disjoint("mla_absorb_query", "q_latent", q_latent, "q", q);
-  detail::require_disjoint("mla_absorb_query", "q_latent", q_latent, "kv_b", detail::kv_b_bytes(kv_b));
+  detail::require_disjoint("mla_absorb_query", "q_latent", q_latent, "q", q, "kv_b", kv_b);
   detail::with_typed(kv_b, [&](const auto& weight) {
     const size bytes = geometry.heads * nope * latent * sizeof(*weight.data);
     detail::parallel_chunks(exec, geometry.heads, 1, bytes, [&](size first, size last) {
@@ -90,8 +69,7 @@ void mla_expand_values(const host& exec, G geometry, const O& o_latent, const Kv
   detail::require_shape("mla_expand_values", "o_latent", o_latent, rows, geometry.heads, geometry.kv_lora_rank);
   detail::check_kv_b("mla_expand_values", geometry, kv_b);
   detail::require_shape("mla_expand_values", "out", out, rows, mla_v_width(geometry));
-  detail::require_disjoint("mla_expand_values", "out", out, "o_latent", o_latent);
-  detail::require_disjoint("mla_expand_values", "out", out, "kv_b", detail::kv_b_bytes(kv_b));
+  detail::require_disjoint("mla_expand_values", "out", out, "o_latent", o_latent, "kv_b", kv_b);
   detail::with_typed(kv_b, [&](const auto& weight) {
     const size bytes = geometry.heads * v * geometry.kv_lora_rank * sizeof(*weight.data);
     detail::parallel_chunks(exec, geometry.heads, 1, bytes, [&](size first, size last) {
@@ -112,8 +90,8 @@ void mla_output_gate(const host& exec, const X& x, const Gate& gate, const Out& 
   detail::require_shape("mla_output_gate", "x", x, rows, count);
   detail::require_shape("mla_output_gate", "gate", gate, rows, count);
   detail::require_shape("mla_output_gate", "out", out, rows, count);
-  if (!detail::same_rows(x, out)) detail::require_disjoint("mla_output_gate", "out", out, "x", x);
-  if (!detail::same_rows(gate, out)) detail::require_disjoint("mla_output_gate", "out", out, "gate", gate);
+  detail::require_same_or_disjoint("mla_output_gate", "out", out, "x", x);
+  detail::require_same_or_disjoint("mla_output_gate", "out", out, "gate", gate);
   detail::parallel_chunks(exec, rows * count, 64, rows * count * 32, [&](size first, size last) {
     for (size i = first; i < last; ++i) {
       const size r = i / count, c = i % count;
@@ -187,12 +165,11 @@ void check_mla_decode(G g, const Q& q, const KvA& kv_a, const Norm& norm, const 
   if (gate.data) {
     require_shape(operation, "gate", gate, rows, mla_v_width(g));
     require_disjoint(operation, "out", out, "gate", gate);  // out is written before the gate is read
+    require_disjoint(operation, "kv.pages", kv.pages, "gate", gate);
   }
-  require_disjoint(operation, "out", out, "q", q);
-  require_disjoint(operation, "out", out, "kv_a", kv_a);
-  require_disjoint(operation, "out", out, "kv_b", kv_b_bytes(kv_b));
-  require_disjoint(operation, "out", out, "kv.pages", kv.pages);
-  require_disjoint(operation, "kv.pages", kv.pages, "q", q);
+  require_disjoint(operation, "out", out, "q", q, "kv_a", kv_a, "kv_a_layernorm", norm, "kv_b", kv_b, "slots", slots,
+                   "positions", positions, "kv.pages", kv.pages, "kv.block_table", kv.block_table);
+  require_disjoint(operation, "kv.pages", kv.pages, "q", q, "kv_b", kv_b);
 }
 
 }  // namespace detail

@@ -85,8 +85,12 @@ class MlaKv {
   }
 
   MlaKv(const MlaKv& other)
-      : page_size_(other.page_size_), slots_(other.slots_), blocks_(other.blocks_), width_(other.width_),
-        table_(other.table_), lengths_(other.lengths_) {
+      : page_size_(other.page_size_),
+        slots_(other.slots_),
+        blocks_(other.blocks_),
+        width_(other.width_),
+        table_(other.table_),
+        lengths_(other.lengths_) {
     if (other.data_ == nullptr) return;
     allocate();
     copy_written(other);

@@ -6,6 +6,7 @@
 #include <k3/core/bf16.hpp>
 #include <k3/core/execution.hpp>
 #include <k3/core/mxfp4.hpp>
+#include <k3/core/overlap.hpp>
 
 namespace k3 {
 namespace detail {
@@ -52,7 +53,8 @@ void quantize_mxfp4_row(const T* x, std::uint8_t* packed, std::uint8_t* scale, s
 /// x / 2^(s - 127), ties to the even code, 6 at most. A group of zeros gets s = 0, as does any group below 2^-124.
 /// Shapes: x [N, K], packed [N, K/2], scale [N, K/32]; K a multiple of 32. Source: `*_packed`, `*_scale` tensors.
 /// Accuracy: |error| <= max(|x| / 5, 2^(s - 127) / 4) up to |x| = 6 * 2^(s - 127); < |x| / 4 above, where codes end.
-/// Throws invalid_argument, before anything is written, on other shapes and where x is NaN or infinite.
+/// Throws invalid_argument, before anything is written, on other shapes, overlapping memory and where x is NaN or
+/// infinite.
 template <host_tensor<2> X, writable_host_tensor<2> Packed, writable_host_tensor<2> Scale>
   requires(real<typename X::value_type> && std::same_as<typename Packed::value_type, std::uint8_t> &&
            std::same_as<typename Scale::value_type, std::uint8_t>)
@@ -60,6 +62,8 @@ void quantize_mxfp4(const host& exec, const X& x, const Packed& packed, const Sc
   const size rows = x.extents[0], columns = x.extents[1];
   detail::require_shape("quantize_mxfp4", "x", x, rows, columns);
   detail::require_shape("quantize_mxfp4", "the result", Mxfp4Matrix<>{packed, scale}, rows, columns);
+  detail::require_disjoint("quantize_mxfp4", "packed", packed, "x", x, "scale", scale);
+  detail::require_disjoint("quantize_mxfp4", "scale", scale, "x", x);
   for (size row = 0; row < rows; ++row)
     for (size column = 0; column < columns; ++column) {
       const auto value = static_cast<double>(x(row, column));

@@ -5,8 +5,8 @@
 
 namespace k3::detail {
 
-/// term(0) + ... + term(count - 1) in 16 lanes (lane = index mod 16) that are added pairwise at the end: a fixed order that
-/// compilers vectorise, with a rounding error of about count/16 + 4 steps.
+/// term(0) + ... + term(count - 1) in 16 lanes (lane = index mod 16) that are added pairwise at the end: a fixed order
+/// that compilers vectorise, with a rounding error of about count/16 + 4 steps.
 template <class Acc, class Term>
 Acc lane_sum(size count, Term&& term) {
   constexpr size lanes = 16;

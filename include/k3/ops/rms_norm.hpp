@@ -3,6 +3,7 @@
 
 #include <k3/core/any_view.hpp>
 #include <k3/core/execution.hpp>
+#include <k3/core/overlap.hpp>
 #include <k3/formula/rms_norm.hpp>
 #include <k3/ops/reduce.hpp>
 
@@ -25,7 +26,8 @@ void rms_norm_row(const X* x, const W* weight, Acc eps, Out* out, size count) {
 }  // namespace detail
 
 /// RMSNorm of every row: out = weight * x / sqrt(mean(x^2) + eps), a plain weight (no 1 + w), rounded once on store.
-/// Shapes: x [B, n], weight [n], out [B, n]; out may be x. Throws invalid_argument on a shape that does not fit.
+/// Shapes: x [B, n], weight [n], out [B, n]; out may be x. Throws invalid_argument on a shape that does not fit and on
+/// memory that overlaps in another way.
 /// Accuracy: <= 6e-7 relative to double for float. Source: `input_layernorm` and its sisters, `rms_norm_eps`.
 template <host_tensor<2> X, class Weight, writable_host_tensor<2> Out>
 void rms_norm(const host& exec, const X& x, const Weight& weight, accumulator_t<typename X::value_type> eps,
@@ -35,10 +37,11 @@ void rms_norm(const host& exec, const X& x, const Weight& weight, accumulator_t<
   detail::require_shape("rms_norm", "x", x, rows, count);
   detail::require(weight.extent(0) == count, "rms_norm", "weight's length", weight.extent(0), count);
   detail::require_shape("rms_norm", "out", out, rows, count);
+  detail::require_same_or_disjoint("rms_norm", "out", out, "x", x);
+  detail::require_disjoint("rms_norm", "out", out, "weight", weight);
   detail::with_typed(weight, [&](const auto& w) {
     detail::parallel_chunks(exec, rows, 1, rows * count * 16, [&](size first, size last) {
-      for (size row = first; row < last; ++row)
-        detail::rms_norm_row<Acc>(&x(row, 0), w.data, eps, &out(row, 0), count);
+      for (size row = first; row < last; ++row) detail::rms_norm_row<Acc>(&x(row, 0), w.data, eps, &out(row, 0), count);
     });
   });
 }

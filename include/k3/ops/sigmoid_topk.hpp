@@ -2,6 +2,7 @@
 #pragma once
 
 #include <k3/core/execution.hpp>
+#include <k3/core/overlap.hpp>
 #include <k3/formula/router.hpp>
 #include <k3/ops/require_weight.hpp>
 #include <k3/ops/row_status.hpp>
@@ -84,12 +85,11 @@ void require_no_nan_bias(const char* operation, const char* argument, const Bias
 /// Chooses k experts for every row and weighs them. p = sigmoid(logit); chosen are the k largest p + bias (ties to the
 /// lower index), `ids` in descending order of that score; weights = p / (sum of the chosen p + 1e-20), undivided where
 /// `renormalize` is off or k is 1, times `scale`.
-/// Shapes: logits [R, E] (float or double, unrounded), bias [E], ids [R, k], weights [R, k]; ids and weights are memory
-/// of their own. Throws invalid_argument on shapes that do not fit, k outside 1..E, a NaN bias or an infinite scale,
-/// before anything is written; on NaN logits after all rows are done, naming the first such row, which has ids 0..k-1
-/// and weights 0.
-/// Accuracy: weights <= 1e-6 relative to double for float and k <= 64, where both choose the same experts.
-/// Cost: E sigmoids and about E + k^2 comparisons a row. Source: `block_sparse_moe.gate`.
+/// Shapes: logits [R, E] (float or double, unrounded), bias [E], ids [R, k], weights [R, k].
+/// Throws invalid_argument on shapes that do not fit, overlapping memory, k outside 1..E, a NaN bias or an infinite
+/// scale, before anything is written; on NaN logits after all rows are done, naming the first such row, which has ids
+/// 0..k-1 and weights 0. Accuracy: weights <= 1e-6 relative to double for float and k <= 64, where both choose the same
+/// experts. Cost: E sigmoids and about E + k^2 comparisons a row. Source: `block_sparse_moe.gate`.
 template <host_tensor<2> Logits, class Bias, writable_host_tensor<2> Ids, writable_host_tensor<2> Weights>
   requires(std::same_as<typename Logits::value_type, accumulator_t<typename Logits::value_type>> &&
            std::same_as<typename Weights::value_type, typename Logits::value_type> &&
@@ -105,6 +105,8 @@ void sigmoid_topk(const host& exec, const Logits& logits, const Bias& bias, size
   detail::require(scale - scale == 0.0f, "sigmoid_topk", "scale", scale, "finite");
   detail::require_shape("sigmoid_topk", "ids", ids, rows, k);
   detail::require_shape("sigmoid_topk", "weights", weights, rows, k);
+  detail::require_disjoint("sigmoid_topk", "ids", ids, "logits", logits, "bias", bias, "weights", weights);
+  detail::require_disjoint("sigmoid_topk", "weights", weights, "logits", logits, "bias", bias);
   detail::require_no_nan_bias("sigmoid_topk", "bias", bias);
   detail::route_rows(exec, logits, bias, k, renormalize, static_cast<typename Logits::value_type>(scale), ids, weights,
                      {});

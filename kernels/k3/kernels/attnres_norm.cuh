@@ -2,15 +2,17 @@
 #pragma once
 
 #include <k3/formula/attn_res.hpp>
+#include <k3/kernels/async.cuh>
 #include <k3/kernels/row_ops.cuh>
 
-// The mixture of Attention Residuals and the RMSNorm behind it. A cluster of 8 blocks has one row: each thread reads
-// eight elements of every source once and keeps them; the sums travel through distributed shared memory. Rows of up to
-// 1024 elements have one block. Wider rows, more sources and devices without clusters take the kernel that reads the
-// sources three times.
+// The mixture of Attention Residuals and the RMSNorm behind it. A thread reads eight elements of every source once and
+// keeps them. A row's warps are spread over one block or a cluster of 2 or 4, as many as the device has room for; the
+// sums travel through distributed shared memory. Wider rows, more sources and, where one block is not enough, devices
+// without clusters take the kernel that reads the sources three times.
 namespace k3::kernel {
 
-inline constexpr int attnres_threads = 128, attnres_kept = 9, attnres_any_threads = 512;
+inline constexpr int attnres_kept = 9, attnres_any_threads = 512;
+inline constexpr unsigned attnres_piece = 256, attnres_most_pieces = 32;  ///< elements that one warp sums
 inline constexpr unsigned attnres_most_sources = 256;
 
 /// A vector of float or bf16.
@@ -49,138 +51,277 @@ struct AttnResArguments {
   }
 };
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-__device__ __forceinline__ unsigned cluster_rank() {
-  unsigned rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
+/// Threads that a kernel with clusters of `Blocks` blocks is compiled for. One or two blocks take the released width,
+/// 7168, in bf16: more threads would not leave each the registers for nine sources.
+template <int Blocks, class T>
+constexpr int attnres_threads() {
+  return Blocks == 4 ? 256 : sizeof(T) == 2 ? 896 / Blocks : 256;
 }
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-/// *at = value in the shared memory of block `rank` of the cluster.
-__device__ __forceinline__ void store_at_rank(float* at, unsigned rank, float value) {
-  unsigned address;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;"
-      : "=r"(address)
-      : "r"(static_cast<unsigned>(__cvta_generic_to_shared(at))), "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-}
-#else
-// Never run: without clusters a row has one block (the launch asks what the kernel was compiled for).
-__device__ __forceinline__ unsigned cluster_rank() { return 0; }
-__device__ __forceinline__ void cluster_arrive() { __trap(); }
-__device__ __forceinline__ void cluster_wait() { __trap(); }
-__device__ __forceinline__ void store_at_rank(float*, unsigned, float) { __trap(); }
-#endif
 
-/// Sums of a row over all threads of its `Blocks` blocks: `Count` values in total[], the same bits everywhere.
-template <int Blocks, int Count>
-struct AttnResSums {
-  float warps[attnres_threads / 32][Count];
-  float blocks[Blocks][Count];
-  float total[Count];
+/// Sums over a warp of `Count` values of each lane, one of them in each lane: every step halves what a lane still
+/// holds, a fraction of the exchanges of a butterfly for each value, and sums in the order of that butterfly.
+template <int Count>
+struct WarpSums {
+  float sum;
+  unsigned index;  ///< which of the values this lane has the sum of
+  bool valid;      ///< or none
 
-  /// `values`: this thread's. All threads of the cluster call it, each object once.
-  __device__ __forceinline__ void add(const float (&values)[Count], bool ready) {
-    constexpr unsigned all_warps = attnres_threads / 32;
-    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __device__ __forceinline__ explicit WarpSums(const float (&values)[Count]) {
+    index = 0;
+    sum = halve<Count, 16>(values, Count);
+  }
+
+ private:
+  template <int Held, int Offset>
+  __device__ __forceinline__ float halve(const float (&values)[Held], unsigned count) {
+    constexpr int half = (Held + 1) / 2;
+    const bool upper = threadIdx.x & Offset;
+    float kept[half];
 #pragma unroll
-    for (int i = 0; i < Count; ++i) {
-      const float sum = warp_sum(values[i]);
-      if (lane == static_cast<unsigned>(i) % 32) warps[warp][i] = sum;
+    for (int i = 0; i < half; ++i) {
+      const float high = half + i < Held ? values[half + i < Held ? half + i : 0] : 0.0f;
+      kept[i] = (upper ? high : values[i]) + __shfl_xor_sync(full_warp, upper ? values[i] : high, Offset);
     }
-    __syncthreads();
-    if constexpr (Blocks > 1) {
-      if (!ready) cluster_wait();  // the other blocks have started, their memory is there
-      for (unsigned i = threadIdx.x; i < Blocks * Count; i += attnres_threads) {
-        float sum = 0;
-        for (unsigned w = 0; w < all_warps; ++w) sum += warps[w][i % Count];
-        store_at_rank(&blocks[cluster_rank()][i % Count], i / Count, sum);
-      }
-      cluster_arrive();
-      cluster_wait();
-    } else {
-      for (unsigned i = threadIdx.x; i < Count; i += attnres_threads) {
-        float sum = 0;
-        for (unsigned w = 0; w < all_warps; ++w) sum += warps[w][i];
-        blocks[0][i] = sum;
-      }
-      __syncthreads();
-    }
-    for (unsigned i = threadIdx.x; i < Count; i += attnres_threads) {
-      float sum = 0;
-      for (unsigned b = 0; b < Blocks; ++b) sum += blocks[b][i];
-      total[i] = sum;
-    }
-    __syncthreads();
+    count = upper ? (count > half ? count - half : 0) : (count < half ? count : half);
+    if (upper) index += half;
+    if constexpr (Offset > 1) return halve<half, Offset / 2>(kept, count);
+    static_assert(Offset > 1 || half == 1);
+    valid = count > 0;
+    return kept[0];
   }
 };
 
-/// One row per cluster of `Blocks` blocks, at most 9 sources and 1024 elements a block.
-template <int Blocks, class T>
-__global__ void __launch_bounds__(attnres_threads) attnres_norm(const __grid_constant__ AttnResArguments<T> a) {
-  __shared__ AttnResSums<Blocks, 2 * attnres_kept> scores;
-  __shared__ AttnResSums<Blocks, 1> squares;
-  if constexpr (Blocks > 1) cluster_arrive();
-  const size row = blockIdx.x / Blocks;
-  const unsigned groups = (a.hidden + 7) / 8, share = (groups + Blocks - 1) / Blocks;
-  const unsigned group = (Blocks > 1 ? cluster_rank() : 0) * share + threadIdx.x;
-  const unsigned at = group * 8, count = threadIdx.x < share && group < groups ? a.hidden - at : 0;
-  const unsigned sources = a.stored + 1;
+/// What the blocks of a row tell each other, each has all of it; and this block's part of the last norm's weight.
+template <int Threads>
+struct AttnResShared {
+  // Squares of each source, then products with u, by piece; rows lie 4 banks apart.
+  alignas(16) float scores[2 * attnres_kept][attnres_most_pieces + 4];
+  float squares[attnres_most_pieces];  // of the mixture
+  alignas(16) float probs[(attnres_kept + 3) / 4 * 4];
+  alignas(16) float4 weight[2][Threads];
+  unsigned long long scores_arrived, squares_arrived;
+};
 
-  Eight<T> source[attnres_kept];
-#pragma unroll
-  for (unsigned j = 0; j < attnres_kept; ++j)
-    source[j] = read_eight(a.source(j, row) + at, j < sources ? count : 0, a.vector);
-  float u[8], factor[8], weight[8];
-  a.norm.read(at, count, u);
-  a.proj.read(at, count, factor);
-  a.weight.read(at, count, weight);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) u[i] *= factor[i];
+/// A row has one cluster of `Blocks` blocks; a warp sums a piece of 256 elements, and pieces are joined in one order:
+/// the bits do not depend on Blocks. Plain: all that is read and written lies on multiples of 16 bytes, rows are a
+/// multiple of 8 wide, the weights are bf16, and nothing but the norm of the mixture is wanted: a third of the code.
+template <int Blocks, bool Plain, class T>
+struct AttnResRow {
+  using Shared = AttnResShared<attnres_threads<Blocks, T>()>;
 
-  float sums[2 * attnres_kept] = {};
-#pragma unroll
-  for (int j = 0; j < attnres_kept; ++j)
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      sums[2 * j] += source[j][i] * source[j][i];
-      sums[2 * j + 1] += u[i] * source[j][i];
-    }
-  scores.add(sums, false);
+  const AttnResArguments<T>& a;
+  Shared& shared;
+  size row;
+  unsigned sources, pieces, piece, at, count;
+  const T *snapshot, *running;  // this thread's part of the first and the last source
 
-  SoftmaxSum<float> softmax;
-  float score[attnres_kept];
-#pragma unroll
-  for (unsigned j = 0; j < attnres_kept; ++j)
-    if (j < sources) {
-      score[j] = attn_res_score(scores.total[2 * j + 1], scores.total[2 * j], a.hidden, a.res_eps);
-      softmax.next(score[j]);
+  __device__ __forceinline__ AttnResRow(const AttnResArguments<T>& arguments, Shared& memory)
+      : a(arguments), shared(memory), row(blockIdx.x / Blocks), sources(arguments.stored + 1) {
+    pieces = (a.hidden + attnres_piece - 1) / attnres_piece;
+    piece = (Blocks > 1 ? async::cluster_rank() * (blockDim.x / 32) : 0) + threadIdx.x / 32;
+    at = piece * attnres_piece + threadIdx.x % 32 * 8;
+    count = at < a.hidden ? a.hidden - at : 0;
+    snapshot = a.snapshots + row * a.snapshot_stride + at;
+    running = a.running + row * a.running_stride + at;
+    if constexpr (Blocks > 1) {
+      if (threadIdx.x == 0) {
+        async::prepare(&shared.scores_arrived), async::prepare(&shared.squares_arrived);
+        async::expect(&shared.scores_arrived, pieces * 2 * attnres_kept * sizeof(float));
+        async::expect(&shared.squares_arrived, pieces * sizeof(float));
+      }
+      async::cluster_arrive();
     }
-  float mixed[8] = {}, square[1] = {};
-#pragma unroll
-  for (unsigned j = 0; j < attnres_kept; ++j)
-    if (j < sources) {
-      const float p = softmax.weight(score[j]);
-      if (a.probs && group == 0) a.probs[row * a.probs_stride + j] = p;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) mixed[i] = j == 0 ? p * source[j][i] : mixed[i] + p * source[j][i];
-    }
-  const Eight<T> skip = read_eight(a.running + row * a.running_stride + at, a.mix == 1 ? 0 : count, a.vector);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    mixed[i] = static_cast<unsigned>(i) < count ? attn_res_blend(skip[i], mixed[i], a.mix) : 0;
-    square[0] += mixed[i] * mixed[i];
-    if (a.mixed && static_cast<unsigned>(i) < count) a.mixed[row * a.mixed_stride + at + i] = mixed[i];
   }
-  squares.add(square, true);
-  const float scale = rms_scale(squares.total[0], a.hidden, a.norm_eps);
-  Eight<T> result = {};
+
+  /// f(j, this thread's part of source j) for every source.
+  template <class F>
+  __device__ __forceinline__ void each_source(F&& f) const {
+    const T* at_source = snapshot;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) result.set(i, mixed[i] * scale * weight[i]);
-  if (count > 0) write_eight(a.out + row * a.out_stride + at, result, count, a.vector);
+    for (unsigned j = 0; j < attnres_kept; ++j) {
+      if (j < sources) f(j, j < a.stored ? at_source : running);
+      at_source += a.source_stride;
+    }
+  }
+  /// Into the L2 cache: allowed while the predecessor still writes the last sources.
+  __device__ __forceinline__ void prefetch_sources() const {
+    if (threadIdx.x % (128 / sizeof(Eight<T>)) != 0 || count == 0) return;
+    each_source([&](unsigned, const T* source) { async::prefetch(source); });
+  }
+  __device__ __forceinline__ void read_sources(Eight<T> (&to)[attnres_kept]) const {
+#pragma unroll
+    for (unsigned j = 0; j < attnres_kept; ++j) to[j] = {};
+    if (Plain && count == 0) return;
+    each_source([&](unsigned j, const T* source) { to[j] = read(source); });
+  }
+  template <class Entry>
+  __device__ __forceinline__ Eight<Entry> read(const Entry* from) const {
+    return Plain ? read_eight(from, 8, true) : read_eight(from, count, a.vector && sizeof(Entry) == sizeof(T));
+  }
+  /// The weights, which no predecessor writes. Plain ones are not looked at before the sources are on their way.
+  struct Weights {
+    Eight<bf16> norm, proj, weight;
+    float u[8];
+  };
+  __device__ __forceinline__ void read_weights(Weights& w) const {
+    if constexpr (Plain) {
+      w.norm = w.proj = w.weight = {};
+      if (count == 0) return;
+      w.norm = read(static_cast<const bf16*>(a.norm.data) + at);
+      w.proj = read(static_cast<const bf16*>(a.proj.data) + at);
+      w.weight = read(static_cast<const bf16*>(a.weight.data) + at);
+    } else {
+      float factor[8];
+      a.weight.read(at, count, factor);
+      keep_weight(factor);
+      a.norm.read(at, count, w.u);
+      a.proj.read(at, count, factor);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) w.u[i] *= factor[i];
+    }
+  }
+  __device__ __forceinline__ void use_weights(Weights& w) const {
+    if constexpr (Plain) {
+      float factor[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) w.u[i] = w.norm[i] * w.proj[i], factor[i] = w.weight[i];
+      keep_weight(factor);
+    }
+  }
+  /// In shared memory, for registers are full of sources.
+  __device__ __forceinline__ void keep_weight(const float (&factor)[8]) const {
+    shared.weight[0][threadIdx.x] = make_float4(factor[0], factor[1], factor[2], factor[3]);
+    shared.weight[1][threadIdx.x] = make_float4(factor[4], factor[5], factor[6], factor[7]);
+  }
+
+  /// This warp's part of the sums of every source, to all blocks.
+  __device__ __forceinline__ void sum_scores(const Eight<T> (&source)[attnres_kept], const float (&u)[8]) const {
+    float sums[2 * attnres_kept] = {};
+#pragma unroll
+    for (unsigned j = 0; j < attnres_kept; ++j)
+      if (j < sources) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          sums[j] = fmaf(source[j][i], source[j][i], sums[j]);
+          sums[attnres_kept + j] = fmaf(u[i], source[j][i], sums[attnres_kept + j]);
+        }
+      }
+    const WarpSums<2 * attnres_kept> mine(sums);
+    if (!mine.valid || piece >= pieces) return;
+    float* const to = &shared.scores[mine.index][piece];
+    if constexpr (Blocks == 1) {
+      *to = mine.sum;
+    } else {
+#pragma unroll
+      for (unsigned rank = 0; rank < Blocks; ++rank) async::send(to, rank, mine.sum, &shared.scores_arrived);
+    }
+  }
+  __device__ __forceinline__ float join_pieces(const float* parts) const {
+    float4 sum = {0, 0, 0, 0};
+#pragma unroll
+    for (unsigned p = 0; p < attnres_most_pieces; p += 4) {
+      const float4 four = p < pieces ? *reinterpret_cast<const float4*>(parts + p) : make_float4(0, 0, 0, 0);
+      sum.x += four.x;
+      sum.y += p + 1 < pieces ? four.y : 0;
+      sum.z += p + 2 < pieces ? four.z : 0;
+      sum.w += p + 3 < pieces ? four.w : 0;
+    }
+    return (sum.x + sum.y) + (sum.z + sum.w);
+  }
+  /// Softmax of the scores, by one warp with a source in each lane.
+  __device__ __forceinline__ void weigh_sources() const {
+    const unsigned lane = threadIdx.x;
+    const float total = lane < 2 * attnres_kept ? join_pieces(shared.scores[lane]) : 0;
+    const float dot = __shfl_down_sync(full_warp, total, attnres_kept);
+    const bool any = lane < sources;
+    const float score = any ? attn_res_score(dot, total, a.hidden, a.res_eps) : -INFINITY;
+    const float most = warp_max(score);
+    const float power = any ? std::exp(score - most) : 0.0f;
+    const float p = power / warp_sum(power);
+    if (any) shared.probs[lane] = p;
+    if (any && a.probs && piece == 0) a.probs[row * a.probs_stride + lane] = p;
+  }
+  __device__ __forceinline__ void mix(const Eight<T> (&source)[attnres_kept], float (&mixed)[8]) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) mixed[i] = shared.probs[0] * source[0][i];
+#pragma unroll
+    for (unsigned j = 1; j < attnres_kept; ++j)
+      if (j < sources) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) mixed[i] = fmaf(shared.probs[j], source[j][i], mixed[i]);
+      }
+    if constexpr (Plain) return;
+    if (a.mix != 1) {
+      const Eight<T> skip = read(running);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        mixed[i] = static_cast<unsigned>(i) < count ? attn_res_blend(skip[i], mixed[i], a.mix) : 0;
+    }
+    if (a.mixed) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        if (static_cast<unsigned>(i) < count) a.mixed[row * a.mixed_stride + at + i] = mixed[i];
+    }
+  }
+  /// This warp's part of the mixture's squares, to all blocks.
+  __device__ __forceinline__ void sum_squares(const float (&mixed)[8]) const {
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) squares = fmaf(mixed[i], mixed[i], squares);
+    squares = warp_sum(squares);
+    const unsigned lane = threadIdx.x % 32;
+    if (lane >= Blocks || piece >= pieces) return;
+    if constexpr (Blocks == 1)
+      shared.squares[piece] = squares;
+    else
+      async::send(&shared.squares[piece], lane, squares, &shared.squares_arrived);
+  }
+  __device__ __forceinline__ float scale() const {
+    const unsigned lane = threadIdx.x % 32;
+    return rms_scale(warp_sum(lane < pieces ? shared.squares[lane] : 0.0f), a.hidden, a.norm_eps);
+  }
+  /// What all warps of the row have written is there.
+  static __device__ __forceinline__ void wait_for_all(unsigned long long* arrived) {
+    if constexpr (Blocks > 1)
+      async::wait(arrived, 0);
+    else
+      __syncthreads();
+  }
+};
+
+/// One row per cluster of `Blocks` blocks.
+template <int Blocks, bool Plain, class T>
+__global__ void __launch_bounds__(attnres_threads<Blocks, T>(), Blocks == 1 ? 1 : 2)
+    attnres_norm(const __grid_constant__ AttnResArguments<T> a) {
+  using Row = AttnResRow<Blocks, Plain, T>;
+  __shared__ typename Row::Shared shared;
+  const Row row(a, shared);
+  row.prefetch_sources();
+  typename Row::Weights weights;
+  row.read_weights(weights);
+  wait_for_earlier();
+  let_later_start();
+  Eight<T> source[attnres_kept];
+  row.read_sources(source);
+  row.use_weights(weights);
+  if constexpr (Blocks > 1) async::cluster_wait();  // all blocks have started, their memory is there
+  row.sum_scores(source, weights.u);
+  if (Blocks == 1 || threadIdx.x < 32) row.wait_for_all(&shared.scores_arrived);
+  if (threadIdx.x < 32) row.weigh_sources();
+  __syncthreads();
+  float mixed[8];
+  row.mix(source, mixed);
+  row.sum_squares(mixed);
+  row.wait_for_all(&shared.squares_arrived);
+  const float scale = row.scale();
+  const float4 low = shared.weight[0][threadIdx.x], high = shared.weight[1][threadIdx.x];
+  const float factor[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) mixed[i] = mixed[i] * scale * factor[i];
+  Eight<T> result;
+  result.set_all(mixed);
+  if (row.count > 0)
+    write_eight(a.out + row.row * a.out_stride + row.at, result, Plain ? 8 : row.count, Plain || a.vector);
 }
 
 /// Any width and up to attnres_most_sources sources, one block a row.
@@ -188,6 +329,8 @@ template <class T>
 __global__ void __launch_bounds__(attnres_any_threads) attnres_norm_any(const __grid_constant__ AttnResArguments<T> a) {
   __shared__ float scratch[attnres_any_threads / 32 + 1], probs[attnres_most_sources];
   const unsigned sources = a.stored + 1, first = threadIdx.x * 8, step = attnres_any_threads * 8;
+  wait_for_earlier();
+  let_later_start();
   for (size row = blockIdx.x; row < a.rows; row += gridDim.x) {
     SoftmaxSum<float> softmax;
     for (unsigned j = 0; j < sources; ++j) {
@@ -235,12 +378,13 @@ __global__ void __launch_bounds__(attnres_any_threads) attnres_norm_any(const __
     for (unsigned at = first; at < a.hidden; at += step) {
       mix(at, mixed);
       a.weight.read(at, a.hidden - at, weight);
-      Eight<T> result = {};
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        result.set(i, mixed[i] * scale * weight[i]);
         if (a.mixed && at + i < a.hidden) a.mixed[row * a.mixed_stride + at + i] = mixed[i];
+        mixed[i] = mixed[i] * scale * weight[i];
       }
+      Eight<T> result;
+      result.set_all(mixed);
       write_eight(a.out + row * a.out_stride + at, result, a.hidden - at, a.vector);
     }
     __syncthreads();  // probs and scratch are used again

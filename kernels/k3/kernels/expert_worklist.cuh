@@ -3,10 +3,10 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include <k3/kernels/common.cuh>
+#include <k3/kernels/expert_async.cuh>
 
-// From the chosen experts of every row to a list of work, on the device: choices (row * k + rank) sorted by expert,
-// stable, and items of up to 32 choices of one expert. And the sum at the end, which undoes the sorting.
+// From the chosen experts of every row to a list of work, on the device: choices (row * k + rank) grouped by expert,
+// and items of up to 8 or 32 choices of one expert. And the sum at the end, which undoes the grouping.
 namespace k3::kernel {
 
 inline constexpr unsigned worklist_threads = 1024;
@@ -17,11 +17,13 @@ inline constexpr unsigned item_choices = 32;               ///< most choices of 
 struct ExpertPointers {
   const void *w1, *w3, *w2;
   const std::uint8_t *scale1, *scale3, *scale2;
+  unsigned large_scales;  ///< packed: whether one may be above 128
 };
 
-/// Choices [first, first + count) in order of expert.
+/// Choices [first, first + count) in order of expert. An expert with many has several items, one behind the other.
 struct ExpertItem {
   unsigned expert, first, count;
+  unsigned head, items;  ///< the expert's first item, and how many it has
 };
 
 /// What a row's sum is: of its experts, 0 (padding), or NaN (a row that failed, here or before).
@@ -47,6 +49,7 @@ struct WorklistArguments {
   const id* ids = nullptr;  ///< [rows, k]
   size ids_stride = 0;
   unsigned rows = 0, k = 0, experts = 0;
+  unsigned most = item_choices;           ///< choices of an item
   const ExpertPointers* table = nullptr;  ///< [experts]
   const id* slots = nullptr;              ///< [rows] or null
   unsigned* status = nullptr;             ///< [rows] or null
@@ -55,24 +58,67 @@ struct WorklistArguments {
   unsigned* counts = nullptr;             ///< [experts] where they are more than worklist_shared_experts
   ExpertItem* items = nullptr;            ///< [rows * k]
   unsigned* item_count = nullptr;
-  unsigned* order = nullptr;  ///< [rows * k]: choice by place
+  unsigned* order = nullptr;    ///< [rows * k]: choice by place
+  unsigned* ready = nullptr;    ///< [rows * k]: set to 0 for every item
+  unsigned* tickets = nullptr;  ///< [2]: set to 0
+
+  __device__ __forceinline__ id chosen(unsigned choice) const {
+    const unsigned row = choice / k;
+    return ids[row * ids_stride + (choice - row * k)];
+  }
+  __device__ __forceinline__ bool exists(id e) const {
+    return e >= 0 && static_cast<unsigned>(e) < experts && table[e].w1 != nullptr;
+  }
+  __device__ __forceinline__ RowKind kind_before(unsigned row) const {
+    return slots != nullptr && slots[row] < 0      ? row_zero
+           : status != nullptr && status[row] != 0 ? row_failed
+                                                   : row_routed;
+  }
+  /// The items of an expert whose choices begin at `first`.
+  __device__ __forceinline__ void put_items(unsigned expert, unsigned first, unsigned count, unsigned head) const {
+    const unsigned parts = (count + most - 1) / most;
+    for (unsigned i = 0; i < parts; ++i) {
+      items[head + i] = {expert, first + i * most, detail::smaller(most, count - i * most), head, parts};
+      ready[head + i] = 0;
+    }
+  }
 };
 
-/// A row's kind; marks a row that names an expert that does not exist.
-__device__ inline RowKind row_kind(const WorklistArguments& a, size row) {
-  if (a.slots != nullptr && a.slots[row] < 0) return row_zero;
-  if (a.status != nullptr && a.status[row] != 0) return row_failed;
-  for (unsigned j = 0; j < a.k; ++j) {
-    const id e = a.ids[row * a.ids_stride + j];
-    if (e >= 0 && static_cast<unsigned>(e) < a.experts && a.table[e].w1 != nullptr) continue;
-    if (a.status != nullptr) a.status[row] = a.bad_expert;
-    return row_failed;
+/// Up to 32 choices: one warp, a choice in each lane, experts in order of appearance.
+__device__ inline void build_small_worklist(const WorklistArguments& a) {
+  const unsigned lane = threadIdx.x, choices = a.rows * a.k;
+  const bool mine = lane < choices;
+  const unsigned row = mine ? lane / a.k : 0;
+  const id e = mine ? a.chosen(lane) : -1;
+  RowKind kind = mine ? a.kind_before(row) : row_zero;
+  const unsigned wrong = __ballot_sync(full_warp, mine && !a.exists(e));
+  if (mine) {
+    const unsigned of_row = (a.k < 32 ? (1u << a.k) - 1 : full_warp) << (row * a.k);
+    if (kind == row_routed && (wrong & of_row) != 0) {
+      kind = row_failed;
+      if (a.status != nullptr) a.status[row] = a.bad_expert;
+    }
+    a.kinds[row] = kind;
   }
-  return row_routed;
+  const bool routed = mine && kind == row_routed;
+  const unsigned same = __match_any_sync(full_warp, routed ? static_cast<unsigned>(e) : ~0u);
+  const unsigned rank = __popc(same & ((1u << lane) - 1)), count = __popc(same);
+  // items and choices of the experts that appear before
+  const unsigned own = routed && rank == 0 ? (count + a.most - 1) / a.most << 16 | count : 0;
+  unsigned sum = own;
+#pragma unroll
+  for (unsigned offset = 1; offset < 32; offset *= 2) {
+    const unsigned below = __shfl_up_sync(full_warp, sum, offset);
+    if (lane >= offset) sum += below;
+  }
+  const unsigned first = __shfl_sync(full_warp, sum - own, __ffs(same) - 1) & 0xffff;
+  if (own != 0) a.put_items(static_cast<unsigned>(e), first, count, (sum - own) >> 16);
+  if (routed) a.order[first + rank] = lane;
+  if (lane == 31) *a.item_count = sum >> 16;
 }
 
 /// One block. Counts with integer atomics, whose result has no order; places are given out by one warp in order of
-/// choice.
+/// choice, experts in order of number.
 __device__ inline void build_worklist(const WorklistArguments& a) {
   using Scan = cub::BlockScan<unsigned long long, worklist_threads, cub::BLOCK_SCAN_WARP_SCANS>;
   __shared__ typename Scan::TempStorage scan;
@@ -80,12 +126,18 @@ __device__ inline void build_worklist(const WorklistArguments& a) {
   unsigned* const counts = a.experts <= worklist_shared_experts ? shared_counts : a.counts;
   const unsigned choices = a.rows * a.k;
   for (unsigned e = threadIdx.x; e < a.experts; e += worklist_threads) counts[e] = 0;
-  for (unsigned row = threadIdx.x; row < a.rows; row += worklist_threads) a.kinds[row] = row_kind(a, row);
+  for (unsigned row = threadIdx.x; row < a.rows; row += worklist_threads) a.kinds[row] = a.kind_before(row);
+  __syncthreads();
+  for (unsigned c = threadIdx.x; c < choices; c += worklist_threads) {
+    const unsigned row = c / a.k;
+    if (a.kinds[row] != row_routed || a.exists(a.chosen(c))) continue;
+    a.kinds[row] = row_failed;
+    if (a.status != nullptr) a.status[row] = a.bad_expert;
+  }
   __syncthreads();
   // ~0: a choice that nothing is computed for
-  const auto expert_of = [&](unsigned choice) {
-    const unsigned row = choice / a.k;
-    return a.kinds[row] == row_routed ? static_cast<unsigned>(a.ids[row * a.ids_stride + (choice - row * a.k)]) : ~0u;
+  const auto expert_of = [&](unsigned c) {
+    return a.kinds[c / a.k] == row_routed ? static_cast<unsigned>(a.chosen(c)) : ~0u;
   };
   for (unsigned c = threadIdx.x; c < choices; c += worklist_threads) {
     const unsigned e = expert_of(c);
@@ -96,15 +148,12 @@ __device__ inline void build_worklist(const WorklistArguments& a) {
   for (unsigned from = 0; from < a.experts; from += worklist_threads) {
     const unsigned e = from + threadIdx.x;
     const unsigned count = e < a.experts ? counts[e] : 0;
-    unsigned long long at = static_cast<unsigned long long>((count + item_choices - 1) / item_choices) << 32 | count,
-                       all;
+    unsigned long long at = static_cast<unsigned long long>((count + a.most - 1) / a.most) << 32 | count, all;
     Scan(scan).ExclusiveSum(at, at, all);
     at += before;
     before += all;
-    const unsigned first = static_cast<unsigned>(at), first_item = static_cast<unsigned>(at >> 32);
-    for (unsigned i = 0; i * item_choices < count; ++i)
-      a.items[first_item + i] = {e, first + i * item_choices, detail::smaller(item_choices, count - i * item_choices)};
-    if (e < a.experts) counts[e] = first;
+    if (count > 0) a.put_items(e, static_cast<unsigned>(at), count, static_cast<unsigned>(at >> 32));
+    if (e < a.experts) counts[e] = static_cast<unsigned>(at);
     __syncthreads();
   }
   if (threadIdx.x == 0) *a.item_count = static_cast<unsigned>(before >> 32);
@@ -126,7 +175,14 @@ template <class X>
 __global__ void __launch_bounds__(worklist_threads)
     prepare_experts(const __grid_constant__ WorklistArguments a, const X* x, size x_stride, unsigned width,
                     RowOrder order, X* staged, size staged_stride) {
-  if (blockIdx.x == 0) return build_worklist(a);
+  expert_start_next();
+  expert_wait_before();
+  if (blockIdx.x == 0) {
+    if (threadIdx.x < 2) a.tickets[threadIdx.x] = 0;
+    if (a.rows * a.k > 32) return build_worklist(a);
+    if (threadIdx.x < 32) build_small_worklist(a);
+    return;
+  }
   const unsigned padded = static_cast<unsigned>(staged_stride);
   for (size row = blockIdx.x - 1; row < a.rows; row += gridDim.x - 1) {
     if (a.slots != nullptr && a.slots[row] < 0) continue;  // nobody reads the copy of a row that is skipped
@@ -141,6 +197,8 @@ template <class X>
 __global__ void __launch_bounds__(256)
     combine_experts(const X* y, const float* weights, size weights_stride, const unsigned char* kinds, unsigned rows,
                     unsigned k, unsigned width, X* out, size out_stride) {
+  expert_start_next();
+  expert_wait_before();
   const unsigned column = blockIdx.x * 256 + threadIdx.x;
   if (column >= width) return;
   for (size row = blockIdx.y; row < rows; row += gridDim.y) {
@@ -149,7 +207,7 @@ __global__ void __launch_bounds__(256)
     if (kind == row_routed) {
       const X* const own = y + row * k * width + column;
       const float* const weight = weights + row * weights_stride;
-#pragma unroll 8
+#pragma unroll 16
       for (unsigned j = 0; j < k; ++j) sum = fmaf(weight[j], float(own[static_cast<size>(j) * width]), sum);
     } else if (kind == row_failed) {
       sum = __int_as_float(0x7fc00000);

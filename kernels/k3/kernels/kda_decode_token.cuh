@@ -10,43 +10,39 @@
 // read once and written once. Sums are taken in an order that head_dim alone decides:
 //   over keys:    8 groups of consecutive rows, one warp each, then the groups 0, 2, 4, 6 and 1, 3, 5, 7, then both;
 //   over columns: 16 columns by a butterfly, then those pieces in order.
-// Heads of 128 with 4 taps keep their 64 KB of state in registers, 256 bytes a thread; others leave it in memory and
-// read it twice. Both do the same arithmetic: a head of 128 whose memory cannot be read 16 bytes at a time gets the
-// same bits.
+// Heads of 128 with 4 taps pass through shared memory; others stay in memory and are read twice. Both do the same
+// arithmetic: a head of 128 whose memory cannot be copied in bulk gets the same bits.
+//
+// Before the predecessor on the stream is known to be done, a block reads its slot and weights and fetches what the
+// slot holds into the L2 cache. The slot is only a guess until it has been read again; the state is loaded after the
+// wait.
 namespace k3::kernel {
 
 /// What a thread fetches for one channel of q, k or v or for one decay, before it computes.
 template <class Window>
 struct KdaChannel {
   unsigned input;  // raw
-  float taps[4];   // of a kernel of 4; for a decay dt_bias, A_log, the raw gate logit and o_norm
+  float taps[4];   // of a kernel of 4; for a decay dt_bias and A_log
   Window past[3];
 };
 
-/// threadIdx.x, read anew: what is computed from it is not kept in registers meanwhile, where the state needs them.
-__device__ __forceinline__ unsigned thread_anew() {
-  unsigned thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return thread;
-}
-
-/// One head of one run of tokens, done by one block.
-template <bool Fused, unsigned StaticDim, bool FloatWeights, class Arguments>
+/// One head of one run of tokens, done by one block. Staged: a head of 128 with 4 taps.
+template <bool Fused, bool Staged, bool FloatWeights, class Arguments>
 struct KdaRun {
   using X = typename Arguments::X;
   using Window = typename Arguments::Window;
-  /// Channels of q, k, v and decay that a thread has where StaticDim is not 0.
+  using Tile = std::conditional_t<Staged, KdaStagedTile, KdaMemoryTile>;
+  using Shared = typename Tile::Shared;
+  /// Channels of q, k, v and decay that a thread has where the head is staged.
   static constexpr unsigned own_channels = 2;
-  using Tile = std::conditional_t<StaticDim == 0, KdaMemoryTile, KdaRegisterTile>;
-  using Shared = KdaShared<StaticDim == 0 ? kda_widest_head : StaticDim>;
-  static_assert(StaticDim == 0 || (StaticDim == kda_register_head_dim && 2 * StaticDim == kda_threads));
+  static_assert(2 * kda_staged_head == kda_threads);
 
   const Arguments& a;
   Shared& shared;
   unsigned head;
 
-  __device__ __forceinline__ unsigned dim() const { return StaticDim == 0 ? a.head_dim : StaticDim; }
-  __device__ __forceinline__ unsigned taps() const { return StaticDim == 0 ? a.taps : 4; }
+  __device__ __forceinline__ unsigned dim() const { return Staged ? kda_staged_head : a.head_dim; }
+  __device__ __forceinline__ unsigned taps() const { return Staged ? 4 : a.taps; }
   /// Of a head's channel c among the H*D.
   __device__ __forceinline__ unsigned at(unsigned c) const { return head * dim() + c; }
   __device__ __forceinline__ KdaWeight conv(unsigned role) const {
@@ -58,27 +54,25 @@ struct KdaRun {
   __device__ __forceinline__ Window* past(size slot, unsigned role, unsigned c) const {
     return a.window + slot * a.window_stride + size{role * (a.heads * dim()) + at(c)} * (taps() - 1);
   }
+  __device__ __forceinline__ float* state(size slot) const {
+    return a.state + slot * a.state_stride + size{head} * dim() * dim();
+  }
 
-  /// The part that does not wait for the slot.
-  __device__ __forceinline__ void fetch(KdaChannel<Window>& channel, unsigned row, unsigned role, unsigned c) const {
+  __device__ __forceinline__ void fetch_weights(KdaChannel<Window>& channel, unsigned role, unsigned c) const {
     if (role == kda_decay) {
-      channel.input = raw(a.decay + size{row} * a.decay_stride + at(c));
-      if constexpr (Fused) {
-        channel.taps[0] = a.fused.dt_bias.template at<FloatWeights>(at(c));
-        channel.taps[1] = a.fused.A_log.template at<FloatWeights>(head);
-        channel.taps[2] = __uint_as_float(raw(a.fused.gate + size{row} * a.fused.gate_stride + at(c)));
-        channel.taps[3] = a.fused.o_norm.template at<FloatWeights>(c);
-      } else {
-        for (float& unused : channel.taps) unused = 0;  // defined on both sides, the loads need no branch and no spill
-      }
-      return;
-    }
-    channel.input = raw(a.x + size{row} * a.x_stride + role * (a.heads * dim()) + at(c));
-    if constexpr (StaticDim != 0) {
+      channel.taps[0] = Fused ? a.fused.dt_bias.template at<FloatWeights>(at(c)) : 0;
+      channel.taps[1] = Fused ? a.fused.A_log.template at<FloatWeights>(head) : 0;
+      channel.taps[2] = channel.taps[3] = 0;
+    } else if constexpr (Staged) {
       conv(role).template four<FloatWeights>(at(c), channel.taps);
     } else {
       for (unsigned j = 0; taps() == 4 && j < 4; ++j) channel.taps[j] = tap(role, c, j);
     }
+  }
+  __device__ __forceinline__ void fetch_input(KdaChannel<Window>& channel, unsigned row, unsigned role,
+                                              unsigned c) const {
+    channel.input = role == kda_decay ? raw(a.decay + size{row} * a.decay_stride + at(c))
+                                      : raw(a.x + size{row} * a.x_stride + role * (a.heads * dim()) + at(c));
   }
   __device__ __forceinline__ void fetch_past(KdaChannel<Window>& channel, size slot, unsigned role, unsigned c) const {
     if (role == kda_decay || taps() != 4) return;
@@ -96,14 +90,9 @@ struct KdaRun {
     }
   }
   /// q, k or v after convolution and SiLU, rounded to the activation type, or the decay.
-  __device__ __forceinline__ void compute(const KdaChannel<Window>& channel, size slot, unsigned role,
-                                          unsigned c) const {
-    float* to = shared.of[role] + c;
-    if (role == kda_decay) {
-      *to = std::exp(log_decay(channel));
-      if constexpr (Fused) shared.gate[c] = channel.taps[3] * sigmoid(value_of<X>(__float_as_uint(channel.taps[2])));
-      return;
-    }
+  __device__ __forceinline__ float compute(const KdaChannel<Window>& channel, size slot, unsigned role,
+                                           unsigned c) const {
+    if (role == kda_decay) return std::exp(log_decay(channel));
     const float input = value_of<X>(channel.input);
     float sum = 0;
     if (taps() == 4) {
@@ -115,7 +104,7 @@ struct KdaRun {
       for (unsigned j = 0; j + 1 < taps(); ++j) sum = fmaf(tap(role, c, j), static_cast<float>(before[j]), sum);
       sum = fmaf(tap(role, c, taps() - 1), input, sum);
     }
-    *to = static_cast<float>(static_cast<X>(silu(sum)));
+    return static_cast<float>(static_cast<X>(silu(sum)));
   }
   /// The input enters the window.
   __device__ __forceinline__ void shift(const KdaChannel<Window>& channel, size slot, unsigned role, unsigned c) const {
@@ -139,133 +128,216 @@ struct KdaRun {
     if (head == 0 && threadIdx.x == 0 && a.status) a.status[row] = a.bad_slot;
   }
 
-  /// The row's output, from shared.core and shared.gate.
-  __device__ __forceinline__ void emit(unsigned row) const {
-    float scale = 1;
-    if constexpr (Fused) {
-      float squares = 0;
-      for (unsigned i = 0; i < (dim() + kda_chunk - 1) / kda_chunk * kda_groups; ++i) squares += shared.squares[i];
-      scale = rms_scale(squares, dim(), a.fused.norm_eps);
-    }
-    for (unsigned c = thread_anew(); c < dim(); c += StaticDim == 0 ? kda_threads : StaticDim) {
-      const float result = Fused ? shared.core[c] * scale * shared.gate[c] : shared.core[c];
-      a.out[size{row} * a.out_stride + at(c)] = static_cast<typename Arguments::Out>(result);
-    }
+  /// What multiplies a channel after its norm.
+  __device__ __forceinline__ float gate(float o_norm, unsigned raw_logit) const {
+    return o_norm * sigmoid(value_of<X>(raw_logit));
+  }
+  __device__ __forceinline__ float o_norm(unsigned c) const { return a.fused.o_norm.template at<FloatWeights>(c); }
+  __device__ __forceinline__ unsigned gate_logit(unsigned row, unsigned c) const {
+    return raw(a.fused.gate + size{row} * a.fused.gate_stride + at(c));
+  }
+  __device__ __forceinline__ float norm_scale() const {
+    if constexpr (!Fused) return 1;
+    float squares = 0;
+    for (unsigned i = 0; i < (dim() + kda_chunk - 1) / kda_chunk * kda_groups; ++i) squares += shared.squares[i];
+    return rms_scale(squares, dim(), a.fused.norm_eps);
+  }
+  __device__ __forceinline__ void emit(unsigned row, unsigned c, float core, float scale, float factor) const {
+    a.out[size{row} * a.out_stride + at(c)] =
+        static_cast<typename Arguments::Out>(Fused ? core * scale * factor : core);
   }
 
-  /// From the convolved q, k, v and the decay in shared memory to the row's output and the state after it.
-  __device__ __forceinline__ void step(Tile& tile, float beta_logit) const {
-    const KdaScales scales = kda_scales(shared, dim());
-    const float beta = sigmoid(beta_logit);
-    const unsigned chunks = StaticDim == 0 ? (a.head_dim + kda_chunk - 1) / kda_chunk : 1;
-    for (unsigned chunk = 0; chunk < chunks; ++chunk) {
-      tile.decay_and_read(shared, scales, chunk);
-      __syncthreads();
-      kda_finish_columns(shared, scales, beta, dim(), chunk);
-      __syncthreads();
-      tile.write(shared, scales, chunk);
+  /// What a thread of a staged head knows of a row before the slot's memory answers.
+  struct Ahead {
+    KdaChannel<Window> own[own_channels];
+    unsigned beta, gate;  // raw
+    float o_norm;
+  };
+  __device__ __forceinline__ unsigned own_role(unsigned i) const {
+    return (threadIdx.x < kda_staged_head ? 0 : 1) + 2 * i;
+  }
+  __device__ __forceinline__ unsigned own_c() const { return threadIdx.x % kda_staged_head; }
+  /// The column that this thread finishes, with the thread 16 lanes on.
+  __device__ __forceinline__ unsigned own_column() const {
+    return threadIdx.x / 32 * kda_piece + threadIdx.x % kda_piece;
+  }
+  __device__ __forceinline__ void fetch_weights(Ahead& ahead) const {
+    if constexpr (Staged) {
+#pragma unroll
+      for (unsigned i = 0; i < own_channels; ++i) fetch_weights(ahead.own[i], own_role(i), own_c());
+      ahead.o_norm = Fused ? o_norm(own_column()) : 0;
     }
   }
-
+  __device__ __forceinline__ void fetch_inputs(Ahead& ahead, unsigned row) const {
+    ahead.beta = raw(a.beta + size{row} * a.beta_stride + head);
+    if constexpr (Staged) {
+#pragma unroll
+      for (unsigned i = 0; i < own_channels; ++i) fetch_input(ahead.own[i], row, own_role(i), own_c());
+      ahead.gate = Fused ? gate_logit(row, own_column()) : 0;
+    }
+  }
+  __device__ __forceinline__ void fetch_pasts(Ahead& ahead, size slot) const {
+    if constexpr (Staged) {
+#pragma unroll
+      for (unsigned i = 0; i < own_channels; ++i) fetch_past(ahead.own[i], slot, own_role(i), own_c());
+    }
+  }
   /// f(channel, role, c) for this thread's channels: those fetched ahead, or each fetched now.
   template <class F>
-  __device__ __forceinline__ void each_channel(const KdaChannel<Window> (&own)[own_channels], unsigned row, size slot,
-                                               F&& f) const {
-    const unsigned thread = thread_anew();
-    if constexpr (StaticDim != 0) {
+  __device__ __forceinline__ void each_channel(const Ahead& ahead, unsigned row, size slot, F&& f) const {
+    if constexpr (Staged) {
 #pragma unroll
-      for (unsigned i = 0; i < own_channels; ++i) f(own[i], own_role(thread, i), own_c(thread));
+      for (unsigned i = 0; i < own_channels; ++i) f(ahead.own[i], own_role(i), own_c());
     } else {
-      for (unsigned i = thread; i < 4 * dim(); i += kda_threads) {
+      for (unsigned i = threadIdx.x; i < 4 * dim(); i += kda_threads) {
         KdaChannel<Window> one;
-        fetch(one, row, i / dim(), i % dim());
+        fetch_weights(one, i / dim(), i % dim());
+        fetch_input(one, row, i / dim(), i % dim());
         fetch_past(one, slot, i / dim(), i % dim());
         f(one, i / dim(), i % dim());
       }
     }
   }
-  static __device__ __forceinline__ unsigned own_role(unsigned thread, unsigned i) {
-    return (thread < kda_register_head_dim ? 0 : 1) + 2 * i;
-  }
-  static __device__ __forceinline__ unsigned own_c(unsigned thread) { return thread % kda_register_head_dim; }
 
-  /// What a thread knows of a row before the slot's memory answers.
-  struct Ahead {
-    KdaChannel<Window> own[own_channels];
-    unsigned beta;  // raw
-  };
-  __device__ __forceinline__ void fetch_ahead(Ahead& ahead, unsigned row) const {
-    const unsigned thread = thread_anew();
-    ahead.beta = raw(a.beta + size{row} * a.beta_stride + head);
-    if constexpr (StaticDim != 0) {
-#pragma unroll
-      for (unsigned i = 0; i < own_channels; ++i) fetch(ahead.own[i], row, own_role(thread, i), own_c(thread));
-    }
-  }
-  __device__ __forceinline__ void fetch_own_past(Ahead& ahead, size slot) const {
-    const unsigned thread = thread_anew();
-    if constexpr (StaticDim != 0) {
-#pragma unroll
-      for (unsigned i = 0; i < own_channels; ++i) fetch_past(ahead.own[i], slot, own_role(thread, i), own_c(thread));
-    }
-  }
-
-  __device__ __forceinline__ id slot_of(unsigned row) const { return row < a.rows ? __ldg(a.slots + row) : pad_slot; }
+  __device__ __forceinline__ id slot_of(unsigned row) const { return row < a.rows ? a.slots[row] : pad_slot; }
   /// Whether this thread finds `slot` before `row`, where `row` is the first of its run: two blocks would then change
   /// one state. `first_rows` is the slot of row threadIdx.x.
   __device__ __forceinline__ bool comes_again(id slot, unsigned row, id first_rows) const {
     bool again = threadIdx.x < row && first_rows == slot;
 #pragma unroll 1
-    for (unsigned r = threadIdx.x + kda_threads; r < row; r += kda_threads) again |= __ldg(a.slots + r) == slot;
+    for (unsigned r = threadIdx.x + kda_threads; r < row; r += kda_threads) again |= a.slots[r] == slot;
     return again;
   }
 
+  /// The slot of the run that starts at `row`, pad_slot where none starts. Before the predecessor is done it is a
+  /// guess, the same in all lanes of a warp, but not in all warps where the predecessor changes it.
+  template <class Slots>
+  __device__ __forceinline__ id starting_slot(Slots* slots, unsigned row) const {
+    if (row >= a.rows) return pad_slot;
+    const id slot = slots[row], before = row > 0 ? slots[row - 1] : pad_slot;
+    const bool starts = slot >= 0 && static_cast<size>(slot) < a.slot_count && slot != before;
+    return __shfl_sync(full_warp, starts ? slot : pad_slot, 0);
+  }
+  /// Into the L2 cache, where it is coherent whoever still writes it.
+  __device__ __forceinline__ void prefetch_row(unsigned row, id slot) const {
+    if constexpr (Staged) {
+      if (slot == pad_slot) return;
+      const unsigned c = own_c();
+      for (unsigned i = 0; i < own_channels; ++i) {
+        const unsigned role = own_role(i);
+        if (role == kda_decay) {
+          if (c % 64 == 0) async::prefetch(a.decay + size{row} * a.decay_stride + at(c));
+          if (Fused && c % 64 == 0) async::prefetch(a.fused.gate + size{row} * a.fused.gate_stride + at(c));
+        } else {
+          if (c % 16 == 0) async::prefetch(past(static_cast<size>(slot), role, c));
+          if (c % 64 == 0) async::prefetch(a.x + size{row} * a.x_stride + role * (a.heads * dim()) + at(c));
+        }
+      }
+      Tile::prefetch_head(state(static_cast<size>(slot)));
+    }
+  }
+
+  /// From the convolved q, k, v and the decay in shared memory to the row's output and the state after it. `more`: the
+  /// state stays here for the next token.
+  __device__ __forceinline__ void step(const Tile& tile, const Ahead& ahead, unsigned row, float* to, bool more) const {
+    const KdaScales scales = kda_scales(shared, dim());
+    const float beta = sigmoid(value_of<typename Arguments::Beta>(ahead.beta));
+    const unsigned chunks = Staged ? 1 : (a.head_dim + kda_chunk - 1) / kda_chunk;
+    float core = 0;
+    for (unsigned chunk = 0; chunk < chunks; ++chunk) {
+      tile.read(shared, chunk);
+      __syncthreads();
+      core = kda_finish_columns(shared, scales, beta, dim(), chunk);
+      const unsigned column = chunk * kda_chunk + own_column();
+      if (!Staged && column < dim()) shared.core[column] = core;
+      __syncthreads();
+      if constexpr (Staged) {
+        const float scale = norm_scale(), factor = Fused ? gate(ahead.o_norm, ahead.gate) : 1;
+        tile.write(shared, chunk, to, more);
+        if (threadIdx.x % 32 < kda_piece) emit(row, own_column(), core, scale, factor);
+      } else {
+        tile.write(shared, chunk, to, more);
+      }
+    }
+    if constexpr (!Staged) {
+      const float scale = norm_scale();
+      for (unsigned c = threadIdx.x; c < dim(); c += kda_threads)
+        emit(row, c, shared.core[c], scale, Fused ? gate(o_norm(c), gate_logit(row, c)) : 1);
+    }
+  }
+
   /// The run that starts at `row`; nothing where that row goes on with the row before it.
-  __device__ __forceinline__ void operator()(unsigned row) const {
-    Ahead ahead;
-    fetch_ahead(ahead, row);
+  __device__ __forceinline__ void operator()(Tile& tile, Ahead& ahead, unsigned row, id guessed) const {
+    // The small loads first: behind the state's they would come last.
+    fetch_inputs(ahead, row);
+    if (guessed != pad_slot) {
+      fetch_pasts(ahead, static_cast<size>(guessed));
+      tile.load(state(static_cast<size>(guessed)));
+    }
     const id slot_id = slot_of(row), before = row > 0 ? slot_of(row - 1) : pad_slot, first_rows = slot_of(threadIdx.x);
     const size slot = static_cast<size>(slot_id);
-    if (slot_id < 0 || slot >= a.slot_count) return slot_id == pad_slot ? clear(row) : refuse(row);
-    if (before == slot_id) return;
+    const bool known = slot_id >= 0 && slot < a.slot_count, starts = known && before != slot_id;
+    const bool right = guessed == slot_id && starts;
+    if (guessed != pad_slot && !right) tile.wait();
+    if (!starts) return known ? void() : slot_id == pad_slot ? clear(row) : refuse(row);
+    if (!right) {
+      async::before_load();
+      __syncwarp();
+      fetch_pasts(ahead, slot);
+      tile.load(state(slot));
+    }
     const bool again = comes_again(slot_id, row, first_rows);
-    fetch_own_past(ahead, slot);
-    float* state = a.state + slot * a.state_stride + size{head} * dim() * dim();
-    Tile tile;
-    tile.load(state, dim());
 
-    while (true) {
+    for (bool loaded = false;; loaded = true) {
       const bool more = slot_of(row + 1) == slot_id;
-      each_channel(ahead.own, row, slot, [&](const KdaChannel<Window>& channel, unsigned role, unsigned c) {
-        compute(channel, slot, role, c);
+      each_channel(ahead, row, slot, [&](const KdaChannel<Window>& channel, unsigned role, unsigned c) {
+        shared.of[role][c] = compute(channel, slot, role, c);
       });
-      if (__syncthreads_or(again)) {
+      const bool refused = __syncthreads_or(again);
+      if (!loaded) tile.wait();
+      if (refused) {
         refuse(row);
       } else {
-        each_channel(ahead.own, row, slot, [&](const KdaChannel<Window>& channel, unsigned role, unsigned c) {
+        each_channel(ahead, row, slot, [&](const KdaChannel<Window>& channel, unsigned role, unsigned c) {
           shift(channel, slot, role, c);
         });
-        step(tile, value_of<typename Arguments::Beta>(ahead.beta));
-        if (!more) tile.store(state);
-        emit(row);
+        step(tile, ahead, row, state(slot), more);
       }
       if (!more) return;
       __syncthreads();
-      fetch_ahead(ahead, ++row);
-      fetch_own_past(ahead, slot);
+      fetch_inputs(ahead, ++row);
+      fetch_pasts(ahead, slot);
     }
   }
 };
 
-/// Block (h, r) does head h of the run that starts at row r, then of the run at row r + gridDim.y and so on. StaticDim
-/// 0 takes any head_dim; otherwise every head's state must lie on a multiple of 16 bytes.
-template <bool Fused, unsigned StaticDim, bool FloatWeights, class Arguments>
-__global__ void __launch_bounds__(kda_threads, 2) kda_decode(const __grid_constant__ Arguments a) {
-  using Run = KdaRun<Fused, StaticDim, FloatWeights, Arguments>;
+/// Block (h, r) does head h of the run that starts at row r, then of the run at row r + gridDim.y and so on. Staged:
+/// heads of 128 with 4 taps, every head's state on a multiple of 16 bytes; otherwise any.
+template <bool Fused, bool Staged, bool FloatWeights, class Arguments>
+__global__ void __launch_bounds__(kda_threads, Staged ? 3 : 2) kda_decode(const __grid_constant__ Arguments a) {
+  using Run = KdaRun<Fused, Staged, FloatWeights, Arguments>;
+  extern __shared__ __align__(128) unsigned char kda_tile_memory[];
   __shared__ typename Run::Shared shared;
   const Run run{a, shared, blockIdx.x};
+  auto tile = [&] {
+    if constexpr (Staged)
+      return KdaStagedTile(kda_tile_memory, shared);
+    else
+      return KdaMemoryTile(a.head_dim);
+  }();
+  // A block that is there from the start may find its predecessor at work, a later one does not.
+  const bool early = blockIdx.y * gridDim.x + blockIdx.x < a.blocks_at_once;
+  id guessed = early ? run.starting_slot(static_cast<const volatile id*>(a.slots), blockIdx.y) : pad_slot;
+  typename Run::Ahead ahead;
+  run.fetch_weights(ahead);
+  if (early) run.prefetch_row(blockIdx.y, guessed);
+  wait_for_earlier();
+  let_later_start();
+  if (!early) guessed = run.starting_slot(a.slots, blockIdx.y);
   for (unsigned row = blockIdx.y; row < a.rows; row += gridDim.y) {
-    run(row);
+    run(tile, ahead, row, row == blockIdx.y ? guessed : pad_slot);
+    if (a.rows - row <= gridDim.y) return;
+    async::before_load();
     __syncthreads();
   }
 }

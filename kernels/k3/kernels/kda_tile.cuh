@@ -3,21 +3,24 @@
 
 #include <k3/formula/kda.hpp>
 #include <k3/geometry/kda_config.hpp>
+#include <k3/kernels/async.cuh>
 #include <k3/kernels/common.cuh>
 
 // The parts of the Kimi Delta Attention kernel (kda_decode_token.cuh): its operands, a head of a token in shared
-// memory, and a head's state, in registers or in memory.
+// memory, and a head's state, in shared memory or left where it is.
 namespace k3::kernel {
 
-inline constexpr int kda_threads = 256, kda_groups = kda_threads / 32;
-inline constexpr unsigned kda_chunk = 128;              ///< columns summed at a time
-inline constexpr unsigned kda_widest_head = 1024;       ///< what the shared memory is made for
-inline constexpr unsigned kda_register_head_dim = 128;  ///< heads of this size live in registers
+inline constexpr unsigned kda_threads = 256;
+inline constexpr unsigned kda_groups = kda_threads / 32;  ///< of rows that are summed apart, one a warp
+inline constexpr unsigned kda_chunk = 128;                ///< columns summed at a time
+inline constexpr unsigned kda_widest_head = 1024;         ///< what the shared memory is made for
+inline constexpr unsigned kda_staged_head = 128;          ///< heads of this size pass through shared memory
+inline constexpr unsigned kda_piece = 16;                 ///< columns whose squares are summed by one warp
 
-/// The bits of an element that the kernel only reads, and their value: a conversion right behind a load would wait for
-/// it.
-__device__ __forceinline__ unsigned raw(const float* p) { return __float_as_uint(__ldg(p)); }
-__device__ __forceinline__ unsigned raw(const bf16* p) { return __ldg(&p->bits); }
+/// The bits of an element, and their value: a conversion right behind a load would wait for it. Plain loads, which do
+/// not move above the wait for the kernel that writes them, as __ldg may.
+__device__ __forceinline__ unsigned raw(const float* p) { return __float_as_uint(*p); }
+__device__ __forceinline__ unsigned raw(const bf16* p) { return p->bits; }
 template <class T>
 __device__ __forceinline__ float value_of(unsigned bits) {
   return __uint_as_float(sizeof(T) == 2 ? bits << 16 : bits);
@@ -31,7 +34,7 @@ struct KdaWeight {
 
   template <bool Float>
   __device__ __forceinline__ float at(size i) const {
-    if (!Float && is_bf16) return value_of<bf16>(raw(static_cast<const bf16*>(data) + i));
+    if (!Float && is_bf16) return value_of<bf16>(__ldg(&(static_cast<const bf16*>(data) + i)->bits));
     return __ldg(static_cast<const float*>(data) + i);
   }
   /// Elements 4 i to 4 i + 3, where the weight lies on a multiple of 4 elements.
@@ -68,6 +71,7 @@ struct KdaDecodeArguments {
   using Out = OutType;
 
   unsigned heads, head_dim, taps, rows;
+  unsigned blocks_at_once;  // that the device holds
   size slot_count;
   const X* x;  // [rows, 3*H*D]
   size x_stride;
@@ -94,22 +98,27 @@ enum KdaRole : unsigned { kda_query, kda_key, kda_value, kda_decay };
 /// One head of one token in shared memory; n is its widest size.
 template <unsigned n>
 struct KdaShared {
-  alignas(16) float of[4][n];                                // by KdaRole
-  alignas(16) float written[n];                              // what the delta rule writes to each column
-  float core[n];                                             // S^T q
-  float gate[n];                                             // what multiplies it after its norm
-  alignas(16) float partial[2][kda_groups][kda_chunk + 16];  // of S^T k and S^T q; padded against bank conflicts
-  float squares[kda_groups * (n / kda_chunk)];
+  static constexpr bool staged = n == kda_staged_head;
+  alignas(16) float of[4][n];  // by KdaRole; a value makes way for what the delta rule writes
+  alignas(16) float partial[2][kda_groups / 2][2 * kda_chunk + 16];  // of S^T k and S^T q, two groups a row
+  float squares[n / kda_piece];
+  float core[staged ? 1 : n];                           // S^T q
+  unsigned long long arrived[staged ? kda_groups : 1];  // barriers of the loads, one a warp
+
+  /// Sums of group `group`; odd groups lie 16 banks off even ones.
+  __device__ __forceinline__ float* sums(unsigned which, unsigned group) {
+    return partial[which][group / 2] + group % 2 * (kda_chunk + 16);
+  }
 };
 
-/// The factors of q and k, and the product of the two normalised.
+/// The factors of q and k, which the sums are multiplied by, and the product of the two normalised.
 struct KdaScales {
   float query, key, key_query;
 };
 
 /// Every warp takes the sums for itself: that costs less than a barrier.
-template <unsigned n>
-__device__ __forceinline__ KdaScales kda_scales(const KdaShared<n>& shared, unsigned dim) {
+template <class Shared>
+__device__ __forceinline__ KdaScales kda_scales(const Shared& shared, unsigned dim) {
   float query = 0, key = 0, both = 0;
   for (unsigned c = threadIdx.x % 32; c < dim; c += 32) {
     const float q = shared.of[kda_query][c], k = shared.of[kda_key][c];
@@ -121,144 +130,164 @@ __device__ __forceinline__ KdaScales kda_scales(const KdaShared<n>& shared, unsi
   return scales;
 }
 
-/// The state of a head of 128: a warp holds 16 rows, a lane 4 columns of them.
-struct KdaRegisterTile {
-  static constexpr unsigned rows = kda_register_head_dim / kda_groups;
-  float s[rows][4];
+__device__ __forceinline__ void read_four(const float* from, float (&to)[4]) {
+  const float4 v = *reinterpret_cast<const float4*>(from);
+  to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+}
+
+/// A head of 128 in shared memory. A warp has 16 rows, a lane 4 columns of them. A warp loads its rows with a bulk copy
+/// of its own, so that it waits for nobody else's.
+struct KdaStagedTile {
+  using Shared = KdaShared<kda_staged_head>;
+  static constexpr unsigned rows = kda_staged_head / kda_groups, lanes = kda_staged_head / 4;  // of a warp, of a row
+  static constexpr unsigned bytes = kda_staged_head * kda_staged_head * sizeof(float);
+
+  float4* s;
+  unsigned long long* arrived;
+  unsigned phase = 0;
+
+  __device__ __forceinline__ KdaStagedTile(void* tile, Shared& shared)
+      : s(static_cast<float4*>(tile)), arrived(shared.arrived + threadIdx.x / 32) {
+    if (threadIdx.x % 32 == 0) async::prepare(arrived);
+    __syncwarp();
+  }
 
   static __device__ __forceinline__ unsigned first() { return threadIdx.x / 32 * rows; }
-  static __device__ __forceinline__ size place() { return first() * (kda_register_head_dim / 4) + threadIdx.x % 32; }
+  static __device__ __forceinline__ unsigned place() { return first() * lanes + threadIdx.x % 32; }
 
-  __device__ __forceinline__ void load(const float* state, unsigned) {
-    const float4* from = reinterpret_cast<const float4*>(state) + place();
-#pragma unroll
-    for (unsigned i = 0; i < rows; ++i) {
-      const float4 v = __ldcs(from + i * (kda_register_head_dim / 4));
-      s[i][0] = v.x, s[i][1] = v.y, s[i][2] = v.z, s[i][3] = v.w;
-    }
+  static __device__ __forceinline__ void prefetch_head(const float* state) {
+    if (threadIdx.x % 32 == 0)
+      async::prefetch_bulk(reinterpret_cast<const float4*>(state) + first() * lanes, bytes / kda_groups);
   }
-  __device__ __forceinline__ void store(float* state) const {
-    float4* to = reinterpret_cast<float4*>(state) + place();
-#pragma unroll
-    for (unsigned i = 0; i < rows; ++i)
-      __stcs(to + i * (kda_register_head_dim / 4), make_float4(s[i][0], s[i][1], s[i][2], s[i][3]));
+  /// Starts to load; every thread must wait() before it ends.
+  __device__ __forceinline__ void load(const float* state) const {
+    if (threadIdx.x % 32 != 0) return;
+    async::expect(arrived, bytes / kda_groups);
+    async::load_to_update(s + first() * lanes, reinterpret_cast<const float4*>(state) + first() * lanes,
+                          bytes / kda_groups, arrived);
+  }
+  __device__ __forceinline__ void wait() {
+    async::wait(arrived, phase);
+    phase ^= 1;
   }
 
-  /// S = diag(decay) S, and this warp's part of S^T k and S^T q.
-  template <unsigned n>
-  __device__ __forceinline__ void decay_and_read(KdaShared<n>& shared, const KdaScales& scales, unsigned) {
+  /// This thread's part of S'^T k and S'^T q, S' = diag(decay) S, k and q not normalised yet.
+  __device__ __forceinline__ void read(Shared& shared, unsigned) const {
     float read[4] = {}, seen[4] = {};
 #pragma unroll
     for (unsigned i = 0; i < rows; i += 4) {
       float d[4], k[4], q[4];
-      four(shared.of[kda_decay] + first() + i, d), four(shared.of[kda_key] + first() + i, k),
-          four(shared.of[kda_query] + first() + i, q);
+      read_four(shared.of[kda_decay] + first() + i, d), read_four(shared.of[kda_key] + first() + i, k);
+      read_four(shared.of[kda_query] + first() + i, q);
 #pragma unroll
       for (unsigned r = 0; r < 4; ++r) {
-        const float key = k[r] * scales.key, query = q[r] * scales.query;
+        const float4 v = s[place() + (i + r) * lanes];
+        const float old[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (unsigned j = 0; j < 4; ++j) {
-          s[i + r][j] *= d[r];
-          read[j] = fmaf(s[i + r][j], key, read[j]);
-          seen[j] = fmaf(s[i + r][j], query, seen[j]);
+          const float decayed = old[j] * d[r];
+          read[j] = fmaf(decayed, k[r], read[j]), seen[j] = fmaf(decayed, q[r], seen[j]);
         }
       }
     }
     const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    reinterpret_cast<float4*>(shared.partial[0][warp])[lane] = make_float4(read[0], read[1], read[2], read[3]);
-    reinterpret_cast<float4*>(shared.partial[1][warp])[lane] = make_float4(seen[0], seen[1], seen[2], seen[3]);
+    reinterpret_cast<float4*>(shared.sums(0, warp))[lane] = make_float4(read[0], read[1], read[2], read[3]);
+    reinterpret_cast<float4*>(shared.sums(1, warp))[lane] = make_float4(seen[0], seen[1], seen[2], seen[3]);
   }
 
-  /// S += k written^T.
-  template <unsigned n>
-  __device__ __forceinline__ void write(const KdaShared<n>& shared, const KdaScales& scales, unsigned) {
+  /// S = S' + k written^T, to memory, or kept here for the next token.
+  __device__ __forceinline__ void write(const Shared& shared, unsigned, float* state, bool keep) const {
     float w[4];
-    four(shared.written + 4 * (threadIdx.x % 32), w);
+    read_four(shared.of[kda_value] + threadIdx.x % 32 * 4, w);
+    float4* const to = reinterpret_cast<float4*>(state) + place();
 #pragma unroll
     for (unsigned i = 0; i < rows; i += 4) {
-      float k[4];
-      four(shared.of[kda_key] + first() + i, k);
+      float d[4], k[4];
+      read_four(shared.of[kda_decay] + first() + i, d), read_four(shared.of[kda_key] + first() + i, k);
 #pragma unroll
-      for (unsigned r = 0; r < 4; ++r)
-#pragma unroll
-        for (unsigned j = 0; j < 4; ++j) s[i + r][j] = fmaf(k[r] * scales.key, w[j], s[i + r][j]);
+      for (unsigned r = 0; r < 4; ++r) {
+        float4 v = s[place() + (i + r) * lanes];
+        v.x = fmaf(k[r], w[0], v.x * d[r]), v.y = fmaf(k[r], w[1], v.y * d[r]);
+        v.z = fmaf(k[r], w[2], v.z * d[r]), v.w = fmaf(k[r], w[3], v.w * d[r]);
+        if (keep)
+          s[place() + (i + r) * lanes] = v;
+        else
+          __stcs(to + (i + r) * lanes, v);
+      }
     }
-  }
-
- private:
-  static __device__ __forceinline__ void four(const float* from, float (&to)[4]) {
-    const float4 v = *reinterpret_cast<const float4*>(from);
-    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
   }
 };
 
-/// A head of any size, left in memory. A thread comes back to the same elements, so no fence is needed.
+/// A head of any size, left in memory and read twice. A thread comes back to the same elements, so no fence is needed.
 struct KdaMemoryTile {
-  float* state;
+  using Shared = KdaShared<kda_widest_head>;
+  const float* head = nullptr;
   unsigned dim;
 
-  __device__ __forceinline__ void load(float* head, unsigned head_dim) { state = head, dim = head_dim; }
-  __device__ __forceinline__ void store(float*) const {}
+  explicit __device__ __forceinline__ KdaMemoryTile(unsigned head_dim) : dim(head_dim) {}
+  __device__ __forceinline__ void load(const float* state) { head = state; }
+  __device__ __forceinline__ void wait() const {}
 
-  /// f(row, column in the chunk, S) over this thread's elements of a chunk, four columns in flight.
+  /// f(row, column in the chunk by 32, column, offset) over this thread's elements of a chunk, four columns in flight.
   template <class F>
-  __device__ __forceinline__ void visit(unsigned chunk, F&& f) {
+  __device__ __forceinline__ void visit(unsigned chunk, F&& f) const {
     const unsigned rows = (dim + kda_groups - 1) / kda_groups;
     const unsigned first = threadIdx.x / 32 * rows, last = detail::smaller(dim, first + rows);
     for (unsigned row = first; row < last; ++row)
 #pragma unroll
       for (unsigned j = 0; j < kda_chunk / 32; ++j) {
-        const unsigned c = threadIdx.x % 32 + 32 * j, column = chunk * kda_chunk + c;
-        if (column < dim) f(row, j, column, state[size{row} * dim + column]);
+        const unsigned column = chunk * kda_chunk + threadIdx.x % 32 + 32 * j;
+        if (column < dim) f(row, j, column, size{row} * dim + column);
       }
   }
 
-  template <unsigned n>
-  __device__ __forceinline__ void decay_and_read(KdaShared<n>& shared, const KdaScales& scales, unsigned chunk) {
+  __device__ __forceinline__ void read(Shared& shared, unsigned chunk) const {
     float read[kda_chunk / 32] = {}, seen[kda_chunk / 32] = {};
-    visit(chunk, [&](unsigned row, unsigned j, unsigned, const float& old) {
-      const float s = old * shared.of[kda_decay][row];
-      read[j] = fmaf(s, shared.of[kda_key][row] * scales.key, read[j]);
-      seen[j] = fmaf(s, shared.of[kda_query][row] * scales.query, seen[j]);
+    visit(chunk, [&](unsigned row, unsigned j, unsigned, size at) {
+      const float decayed = head[at] * shared.of[kda_decay][row];
+      read[j] = fmaf(decayed, shared.of[kda_key][row], read[j]);
+      seen[j] = fmaf(decayed, shared.of[kda_query][row], seen[j]);
     });
 #pragma unroll
     for (unsigned j = 0; j < kda_chunk / 32; ++j) {
-      shared.partial[0][threadIdx.x / 32][threadIdx.x % 32 + 32 * j] = read[j];
-      shared.partial[1][threadIdx.x / 32][threadIdx.x % 32 + 32 * j] = seen[j];
+      shared.sums(0, threadIdx.x / 32)[threadIdx.x % 32 + 32 * j] = read[j];
+      shared.sums(1, threadIdx.x / 32)[threadIdx.x % 32 + 32 * j] = seen[j];
     }
   }
 
-  template <unsigned n>
-  __device__ __forceinline__ void write(const KdaShared<n>& shared, const KdaScales& scales, unsigned chunk) {
-    visit(chunk, [&](unsigned row, unsigned, unsigned column, float& s) {
-      s = fmaf(shared.of[kda_key][row] * scales.key, shared.written[column], s * shared.of[kda_decay][row]);
+  __device__ __forceinline__ void write(const Shared& shared, unsigned chunk, float* state, bool) const {
+    visit(chunk, [&](unsigned row, unsigned, unsigned column, size at) {
+      state[at] = fmaf(shared.of[kda_key][row], shared.of[kda_value][column], state[at] * shared.of[kda_decay][row]);
     });
   }
 };
 
-/// Sums the groups' parts of a chunk of columns, 16 columns a warp: what the delta rule writes, S'^T q, and the sum of
-/// its squares. S'^T q = S^T q + written (k . q), so that the new state need not be read again.
+/// Sums the groups' parts of a chunk of columns, 16 columns a warp: what the delta rule writes, times the factor of k,
+/// in place of the value; S^T q of this thread's column; and the sum of its squares. S^T q = S'^T q + written (k . q),
+/// so that the new state need not be read again.
 template <unsigned n>
-__device__ __forceinline__ void kda_finish_columns(KdaShared<n>& shared, const KdaScales& scales, float beta,
-                                                   unsigned dim, unsigned chunk) {
+__device__ __forceinline__ float kda_finish_columns(KdaShared<n>& shared, const KdaScales& scales, float beta,
+                                                    unsigned dim, unsigned chunk) {
   const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const unsigned c = warp * 16 + lane % 16, column = chunk * kda_chunk + c;
+  const unsigned c = warp * kda_piece + lane % kda_piece, column = chunk * kda_chunk + c;
   float read = 0, seen = 0;
 #pragma unroll
   for (unsigned i = 0; i < kda_groups; i += 2) {
-    read += shared.partial[0][lane / 16 + i][c];
-    seen += shared.partial[1][lane / 16 + i][c];
+    read += shared.sums(0, lane / 16 + i)[c];
+    seen += shared.sums(1, lane / 16 + i)[c];
   }
   read += __shfl_xor_sync(full_warp, read, 16);
   seen += __shfl_xor_sync(full_warp, seen, 16);
   const bool inside = column < dim;
-  const float written = inside ? kda_delta(shared.of[kda_value][column], read, beta) : 0.0f;
-  const float core = inside ? fmaf(written, scales.key_query, seen) : 0.0f;
-  if (inside && lane < 16) shared.written[column] = written, shared.core[column] = core;
+  const float written = inside ? kda_delta(shared.of[kda_value][column], read * scales.key, beta) : 0.0f;
+  const float core = inside ? fmaf(written, scales.key_query, seen * scales.query) : 0.0f;
+  __syncwarp();  // both halves have read the value
+  if (inside && lane < 16) shared.of[kda_value][column] = written * scales.key;
   float squares = core * core;
 #pragma unroll
   for (int offset = 1; offset < 16; offset *= 2) squares += __shfl_xor_sync(full_warp, squares, offset);
   if (lane == 0) shared.squares[chunk * kda_groups + warp] = squares;
+  return core;
 }
 
 }  // namespace k3::kernel

@@ -4,24 +4,42 @@
 #include <k3/formula/activation.hpp>
 #include <k3/kernels/common.cuh>
 
-// Products with weight matrices, out = x W^T, for the few rows of x (tokens) of a decode step. Weights are on the M
-// side of the tensor cores' 16 x 8 tile and tokens on the N side, so that one order of accumulation serves every number
-// of tokens:
-//   K < 1024:  one sum over k in steps of 32, two products of 16 a step;
-//   otherwise: K is cut into 8 pieces of whole steps, p0 to p7, each summed like that, and
-//              result = (((p0 + p1) + p2) + p3) + (((p4 + p5) + p6) + p7).
-// Who computes which piece is a matter of speed alone: with 8 tokens or less each piece has its own warp, with more a
-// warp does four of them one after the other and a block has four times the rows, since then x is the larger part of
-// what a block reads.
+// Products with weight matrices, out = x W^T, for the few rows of x (tokens) of a decode step: what all kernels share,
+// and those for targets older than sm_90a, for odd addresses and for float. linear_stream.cuh has the fast one.
+//
+// All products of bf16 with bf16 have one order of sums, whatever the number of tokens, the kernel and the company:
+//   K < 1024:  tensor cores add up k in steps of 16;
+//   otherwise: K is cut into four pieces of whole 64s, each summed like that, and result = ((p0 + p1) + p2) + p3.
+// Weights are on the M side of the tensor cores' tile and tokens on the N side; mma.sync and wgmma of any width give
+// the same bits (tests/cuda/test_linear.cpp), and the order of the 16 of a step has no influence.
 namespace k3::kernel {
 
 inline constexpr unsigned linear_threads = 256, linear_warps = linear_threads / 32;
-inline constexpr unsigned linear_step = 32;   ///< of k: 16 bytes in each of 4 lanes
-inline constexpr unsigned linear_depth = 4;   ///< steps of weights that a warp has in flight
-inline constexpr unsigned linear_pieces = 8;  ///< of K, from linear_split_columns on
+inline constexpr unsigned linear_step = 64;   ///< of k; pieces are whole steps
+inline constexpr unsigned linear_pieces = 4;  ///< of K, from linear_split_columns on
 inline constexpr unsigned linear_split_columns = 1024;
 inline constexpr unsigned linear_most_segments = 8;
 inline constexpr unsigned linear_general_tokens = 4;  ///< of one pass without tensor cores
+
+/// Steps of K, and of each of its pieces.
+struct LinearSteps {
+  unsigned all, piece;
+
+  __host__ __device__ explicit LinearSteps(unsigned columns)
+      : all((columns + linear_step - 1) / linear_step),
+        piece(columns < linear_split_columns ? all : (all + linear_pieces - 1) / linear_pieces) {}
+};
+
+/// e^x by the special function unit.
+__device__ __forceinline__ float fast_exp(float x) { return __expf(x); }
+
+/// tanh without a branch, so that a lane's values can be computed side by side; within 1e-6 of its size.
+__device__ __forceinline__ float fast_tanh(float x) {
+  const float q = x * x, e = fast_exp(-2 * fabsf(x));
+  const float small = x * fmaf(q, fmaf(q, fmaf(q, -17.0f / 315, 2.0f / 15), -1.0f / 3), 1.0f);
+  return q < 0.05f ? small : copysignf(__fdividef(1 - e, 1 + e), x);
+}
+__device__ __forceinline__ float fast_sigmoid(float x) { return __fdividef(1.0f, 1 + fast_exp(-x)); }
 
 /// The gate of a gated MLP, as GluConfig says it.
 struct LinearGlu {
@@ -31,6 +49,13 @@ struct LinearGlu {
   __device__ float operator()(float gate, float up) const {
     if (silu) return k3::silu(gate) * up;
     return capped ? situ_glu(gate, up, beta, linear_beta) : situ_glu_uncapped(gate, up, beta);
+  }
+  /// The same within 4e-6 of its size, in a third of the time: for results that are rounded to bf16 at once.
+  __device__ __forceinline__ float rounded_soon(float gate, float up) const {
+    const float s = fast_sigmoid(gate);
+    if (silu) return (s == 0 ? 0 : gate * s) * up;
+    const float capped_up = capped ? linear_beta * fast_tanh(up * (1 / linear_beta)) : up;
+    return beta * fast_tanh(gate * (1 / beta)) * s * capped_up;
   }
 };
 
@@ -78,9 +103,8 @@ struct LinearArguments {
   const X* x = nullptr;  ///< [tokens, columns]
   size x_stride = 0;
   unsigned tokens = 0, columns = 0;
-  unsigned units = 0;  ///< of 16 rows of weights with tensor cores, of one row of out without
-  unsigned groups =
-      1;  ///< of tokens; those of one unit are neighbours in the grid and share its weights in the L2 cache
+  unsigned units = 0;   ///< of 16 rows of weights with tensor cores, of one row of out without
+  unsigned groups = 1;  ///< of tokens
   LinearAdd add{};
   LinearSegment segment[linear_most_segments]{};
 };
@@ -95,7 +119,8 @@ __device__ inline void linear_finish(const LinearSegment& s, const LinearAdd& ad
   const bool wide = s.float_out;
   if (s.kind == LinearKind::store) return s.out.put(token, row, wide, value);
   float part = linear_rounded(value, wide);
-  if (s.kind == LinearKind::glu) return s.out.put(token, row, wide, s.glu(part, linear_rounded(up, wide)));
+  if (s.kind == LinearKind::glu)
+    return s.out.put(token, row, wide, wide ? s.glu(part, up) : s.glu.rounded_soon(part, linear_rounded(up, wide)));
   if (add.other.data) part = linear_rounded(part + add.other.get(token, row, wide), wide);
   if (add.part.data) add.part.put(token, row, wide, part);
   const float before = s.out.get(token, row, wide);
@@ -112,24 +137,13 @@ __device__ __forceinline__ unsigned find_segment(const LinearArguments<X>& a, un
   return s;
 }
 
-/// Eight elements. `Aligned`: they lie on a multiple of 16 bytes.
-template <bool Aligned, bool Streaming>
-__device__ __forceinline__ uint4 load_eight(const bf16* p) {
-  if constexpr (Aligned && Streaming)
-    return load_streaming(p);
-  else if constexpr (Aligned)
-    return __ldg(reinterpret_cast<const uint4*>(p));
-  const auto pair = [&](int i) { return __ldg(&p[i].bits) | static_cast<unsigned>(__ldg(&p[i + 1].bits)) << 16; };
-  return {pair(0), pair(2), pair(4), pair(6)};
-}
-
-/// The first `left` of eight elements, then zeros; where `Aligned`, all or none.
-template <bool Aligned, bool Streaming>
-__device__ __forceinline__ uint4 load_eight(const bf16* p, int left) {
-  if (left >= 8) return load_eight<Aligned, Streaming>(p);
-  if (Aligned || left <= 0) return {0, 0, 0, 0};
+/// Four elements, the first `left` of them, then zeros. `Aligned`: they lie on a multiple of 8 bytes; all or none.
+template <bool Aligned>
+__device__ __forceinline__ uint2 load_four(const bf16* p, int left) {
+  if (left <= 0) return {0, 0};
+  if constexpr (Aligned) return __ldg(reinterpret_cast<const uint2*>(p));
   const auto one = [&](int i) { return i < left ? static_cast<unsigned>(__ldg(&p[i].bits)) : 0u; };
-  return {one(0) | one(1) << 16, one(2) | one(3) << 16, one(4) | one(5) << 16, one(6) | one(7) << 16};
+  return {one(0) | one(1) << 16, one(2) | one(3) << 16};
 }
 
 /// c += a b with a [16, 16] of weights, b [16, 8] of tokens.
@@ -142,97 +156,42 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], unsigned a0, unsigne
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/// The products of 16 rows of weights with Tiles * 8 tokens. In a step of 32 the first product takes elements 0 to 3 of
-/// each lane's eight and the second 4 to 7: the same for weights and tokens, so that neither needs to be moved between
-/// lanes.
-template <int Tiles, bool Aligned, bool Pieces>
-struct LinearProducts {
-  static constexpr unsigned chunk = linear_depth * linear_step;
-  enum class Next { whole, partly, none };
-
-  const bf16 *low, *high;  // this lane's two rows of weights, at its elements of the chunk
-  const bf16* x[Tiles];    // and its token of each tile
-  unsigned piece = 0;      // steps of a piece of K, where pieces are summed apart
-  float sum[Tiles][4] = {};
-  float piece_sum[Tiles][4] = {};
-  unsigned to_flush = 0;
-  uint4 a[linear_depth], b[linear_depth];
-
-  __device__ __forceinline__ void flush() {
+/// c += the products of 16 rows of weights, of which a lane has two, with Tiles * 8 tokens, over k in [begin, end). Of
+/// the 16 of a product, a lane has four neighbours, the same for weights and tokens.
+template <int Tiles, bool Aligned>
+__device__ __forceinline__ void linear_products(float (&c)[Tiles][4], const bf16* low, const bf16* high,
+                                                const bf16* const (&x)[Tiles], unsigned begin, unsigned end) {
+  constexpr unsigned parts = linear_step / 16;
+  for (unsigned k = begin; k < end; k += linear_step) {
+    uint2 a[parts], b[parts];
+    int left[parts];
 #pragma unroll
-    for (int i = 0; i < Tiles * 4; ++i) sum[i / 4][i % 4] += piece_sum[i / 4][i % 4], piece_sum[i / 4][i % 4] = 0;
-  }
-
-  /// Multiplies one chunk and fetches the next into registers as they become free. `left`: elements from here on; a
-  /// chunk that is followed is whole.
-  template <Next next>
-  __device__ __forceinline__ void multiply(int left) {
+    for (unsigned i = 0; i < parts; ++i) {
+      const unsigned at = k + i * 16 + threadIdx.x % 4 * 4;
+      left[i] = static_cast<int>(end) - static_cast<int>(at);
+      a[i] = load_four<Aligned>(low + at, left[i]);
+      b[i] = load_four<Aligned>(high + at, left[i]);
+    }
 #pragma unroll
-    for (unsigned d = 0; d < linear_depth; ++d) {
-      const int at = static_cast<int>(d * linear_step);
-      if (next == Next::none && at >= left + static_cast<int>(threadIdx.x % 4 * 8)) break;  // the same for all lanes
-      if constexpr (Pieces) {
-        if (to_flush == 0) flush(), to_flush = piece;
-        --to_flush;
-      }
+    for (unsigned i = 0; i < parts; ++i)
 #pragma unroll
       for (int tile = 0; tile < Tiles; ++tile) {
-        const uint4 v = next == Next::none ? load_eight<Aligned, false>(x[tile] + at, left - at)
-                                           : load_eight<Aligned, false>(x[tile] + at);
-        multiply_add(piece_sum[tile], a[d].x, b[d].x, a[d].y, b[d].y, v.x, v.y);
-        multiply_add(piece_sum[tile], a[d].z, b[d].z, a[d].w, b[d].w, v.z, v.w);
+        const uint2 v = load_four<Aligned>(x[tile] + k + i * 16 + threadIdx.x % 4 * 4, left[i]);
+        multiply_add(c[tile], a[i].x, b[i].x, a[i].y, b[i].y, v.x, v.y);
       }
-      if constexpr (next == Next::whole) {
-        a[d] = load_eight<Aligned, true>(low + chunk + at);
-        b[d] = load_eight<Aligned, true>(high + chunk + at);
-      } else if constexpr (next == Next::partly) {
-        fetch(d, chunk, left);
-      }
-    }
-    low += chunk, high += chunk;
-#pragma unroll
-    for (const bf16*& token : x) token += chunk;
   }
+}
 
-  __device__ __forceinline__ void fetch(unsigned d, unsigned ahead, int left) {
-    const unsigned at = ahead + d * linear_step;
-    a[d] = load_eight<Aligned, true>(low + at, left - static_cast<int>(at));
-    b[d] = load_eight<Aligned, true>(high + at, left - static_cast<int>(at));
-  }
-
-  /// Over k in [begin, end); the rows and tokens are given at k = 0.
-  __device__ __forceinline__ void run(unsigned begin, unsigned end) {
-    const unsigned own = threadIdx.x % 4 * 8;
-    begin = detail::smaller(begin, end);
-    low += begin + own, high += begin + own;
-#pragma unroll
-    for (const bf16*& token : x) token += begin + own;
-    to_flush = piece;
-    int left = static_cast<int>(end - begin) - static_cast<int>(own);
-#pragma unroll
-    for (unsigned d = 0; d < linear_depth; ++d) fetch(d, 0, left);
-    unsigned whole = (end - begin) / chunk;
-    for (; whole > 1; --whole, left -= chunk) multiply<Next::whole>(left);
-    if (whole == 1) multiply<Next::partly>(left), left -= chunk;
-    multiply<Next::none>(left);
-    flush();
-  }
-};
-
-/// bf16 weights and bf16 x. `Parallel` warps share the K of a unit of 16 rows: 1 (K not cut), 2 (four pieces each)
-/// or 8.
-template <int Parallel, int Tiles, bool Aligned>
-__global__ void __launch_bounds__(linear_threads, Tiles == 1   ? 4
-                                                  : Tiles == 8 ? 1
-                                                               : 2)
-    linear_tensor(const __grid_constant__ LinearArguments<bf16> a) {
-  constexpr unsigned block_units = linear_warps / Parallel;
-  __shared__ float shares[Parallel > 1 ? linear_warps * Tiles * 4 * 32 : 1];
+/// bf16 weights and bf16 x on any target, at any address. `Pieces` warps share the K of a unit of 16 rows: 1 where it
+/// is not cut, or 4.
+template <int Pieces, int Tiles, bool Aligned>
+__global__ void __launch_bounds__(linear_threads) linear_tensor(const __grid_constant__ LinearArguments<bf16> a) {
+  constexpr unsigned block_units = linear_warps / Pieces, values = Tiles * 4;
+  __shared__ float shares[Pieces > 1 ? linear_warps * values * 32 : 1];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = warp / block_units;
   const unsigned slot = blockIdx.x / a.groups * block_units + warp % block_units;
   const unsigned first_token = blockIdx.x % a.groups * (Tiles * 8);
-  unsigned unit =
-      detail::smaller(slot, a.units - 1);  // a warp too many repeats the last unit and keeps the result to itself
+  unsigned unit = detail::smaller(slot, a.units - 1);  // a warp too many repeats the last and keeps it to itself
   const LinearSegment& s = a.segment[find_segment(a, unit)];
 
   const bool glu = s.kind == LinearKind::glu;
@@ -242,19 +201,14 @@ __global__ void __launch_bounds__(linear_threads, Tiles == 1   ? 4
   const bf16* const high =
       glu ? static_cast<const bf16*>(s.up) + static_cast<size>(detail::smaller(row, last)) * a.columns
           : weight + static_cast<size>(detail::smaller(row + 8, last)) * a.columns;
-  LinearProducts<Tiles, Aligned, Parallel == 2> products;
-  products.low = low, products.high = high;
+  const bf16* x[Tiles];
 #pragma unroll
   for (int tile = 0; tile < Tiles; ++tile)
-    products.x[tile] =
-        a.x + static_cast<size>(detail::smaller(first_token + tile * 8 + lane / 4, a.tokens - 1)) * a.x_stride;
+    x[tile] = a.x + static_cast<size>(detail::smaller(first_token + tile * 8 + lane / 4, a.tokens - 1)) * a.x_stride;
 
-  const unsigned steps = (a.columns + linear_step - 1) / linear_step;
-  products.piece = (steps + linear_pieces - 1) / linear_pieces;
-  const unsigned width = Parallel == 1 ? a.columns : products.piece * (linear_pieces / Parallel) * linear_step;
-  products.run(share * width, detail::smaller((share + 1) * width, a.columns));
-
-  auto& sum = products.sum;
+  float sum[Tiles][4] = {};
+  const unsigned width = LinearSteps(a.columns).piece * linear_step;
+  linear_products<Tiles, Aligned>(sum, low, high, x, share * width, detail::smaller((share + 1) * width, a.columns));
   const auto finish = [&](unsigned token, float value, float other) {
     if (slot >= a.units || token >= a.tokens) return;
 #pragma unroll 1
@@ -262,24 +216,21 @@ __global__ void __launch_bounds__(linear_threads, Tiles == 1   ? 4
       linear_finish(s, a.add, token, row + half * 8, half == 0 ? value : other, other);
   };
   const unsigned token = first_token + lane % 4 * 2;
-  if constexpr (Parallel == 1) {
+  if constexpr (Pieces == 1) {
 #pragma unroll
     for (int i = 0; i < Tiles * 2; ++i) finish(token + i / 2 * 8 + i % 2, sum[i / 2][i % 2], sum[i / 2][2 + i % 2]);
   } else {
     // Sums go through shared memory, so that all warps can finish them.
-    constexpr unsigned values = Tiles * 4;
 #pragma unroll
     for (int i = 0; i < Tiles * 4; ++i) shares[(warp * values + i) * 32 + lane] = sum[i / 4][i % 4];
     __syncthreads();
-    for (unsigned i = share; i < Tiles * 2; i += Parallel) {
+    for (unsigned i = share; i < Tiles * 2; i += Pieces) {
       const auto total = [&](unsigned value) {
-        const auto of = [&](unsigned p) {
-          return shares[((p * block_units + warp % block_units) * values + value) * 32 + lane];
-        };
-        if constexpr (Parallel == 2)
-          return of(0) + of(1);
-        else
-          return (((of(0) + of(1)) + of(2)) + of(3)) + (((of(4) + of(5)) + of(6)) + of(7));
+        float p = shares[(warp % block_units * values + value) * 32 + lane];
+#pragma unroll
+        for (unsigned j = 1; j < Pieces; ++j)
+          p += shares[((j * block_units + warp % block_units) * values + value) * 32 + lane];
+        return p;
       };
       finish(token + i / 2 * 8 + i % 2, total(i / 2 * 4 + i % 2), total(i / 2 * 4 + 2 + i % 2));
     }

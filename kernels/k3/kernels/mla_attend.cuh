@@ -2,6 +2,7 @@
 #pragma once
 
 #include <k3/kernels/mla_attend_general.cuh>
+#include <k3/kernels/mla_hopper.cuh>
 
 // Absorbed attention on tensor cores. Keys are on the M side of the 16 x 8 tile and heads on the N side, so that 96
 // heads are 12 tiles and nothing is padded. A block of 8 warps takes up to 48 heads of one row through tiles of 64
@@ -22,10 +23,6 @@ __host__ __device__ constexpr unsigned mla_row_stride(unsigned width) { return m
 __host__ __device__ constexpr size mla_shared_bytes(unsigned group, unsigned width, unsigned stages) {
   return size{stages * mla_tile + group} * mla_row_stride(width) * sizeof(bf16) +
          size{2 * mla_score_stride + 3} * group * sizeof(float);
-}
-
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 
 /// 16 bytes to shared memory, or 16 zero bytes.

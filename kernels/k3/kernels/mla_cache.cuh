@@ -9,6 +9,7 @@
 // The positions of a row are cut into tiles of 64 and its tiles into at most 64 splits of equal size, by the row's own
 // length alone. A split has a softmax of its own; splits are joined in their order by mla_join. Who computes which
 // split, and whether the joining happens in the same block or in another kernel, changes no bit.
+// mla_attend_wide cuts rows in its own way: mla_wide_runs.cuh.
 namespace k3::kernel {
 
 inline constexpr unsigned mla_tile = 64;         ///< positions
@@ -61,11 +62,12 @@ struct MlaRows {
   __device__ __forceinline__ MlaRow find(size row, const MlaCache<T>& cache) const {
     MlaRow result;
     const id slot = slots[row];
+    const size position = positions[row];
     if (slot == pad_slot) return result;
     result.slot = static_cast<size>(slot);
-    result.bad = slot < 0 || result.slot >= cache.slots || positions[row] >= cache.capacity;
+    result.bad = slot < 0 || result.slot >= cache.slots || position >= cache.capacity;
     result.live = !result.bad;
-    if (result.live) result.length = static_cast<unsigned>(positions[row]) + 1;
+    if (result.live) result.length = static_cast<unsigned>(position) + 1;
     return result;
   }
   __device__ __forceinline__ void report(size row) const {

@@ -3,6 +3,7 @@
 
 #include <k3/formula/rms_norm.hpp>
 #include <k3/kernels/common.cuh>
+#include <k3/kernels/grid_order.cuh>
 
 // Operations on rows: RMSNorm and the lookup of embeddings. A thread owns groups of eight neighbouring elements, group
 // g belongs to thread g mod (threads of a row): the same for rows that can be read 16 bytes at a time and for those
@@ -15,6 +16,10 @@ struct Eight {
   float value[8];
   __device__ __forceinline__ float operator[](int i) const { return value[i]; }
   __device__ __forceinline__ void set(int i, float to) { value[i] = to; }
+  __device__ __forceinline__ void set_all(const float (&to)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) value[i] = to[i];
+  }
 };
 template <>
 struct Eight<bf16> {
@@ -25,6 +30,12 @@ struct Eight<bf16> {
   __device__ __forceinline__ void set(int i, float to) {
     const unsigned bits = bf16(to).bits;
     pair[i / 2] = i % 2 == 0 ? (pair[i / 2] & 0xffff0000u) | bits : (pair[i / 2] & 0xffffu) | bits << 16;
+  }
+  /// Rounded two at a time, which gives what set() gives of any number; a NaN becomes 0x7fff.
+  __device__ __forceinline__ void set_all(const float (&to)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(to[2 * i + 1]), "f"(to[2 * i]));
   }
 };
 
@@ -80,6 +91,14 @@ __global__ void __launch_bounds__(Threads) rms_norm(RmsNormArguments<X, W, Out> 
   static_assert(RowThreads == 32 || RowThreads == Threads);
   __shared__ float scratch[Threads / 32 + 1];
   const unsigned thread = threadIdx.x % RowThreads;
+  Eight<W> weight[Kept];  // no predecessor writes them
+#pragma unroll
+  for (int j = 0; j < Kept; ++j) {
+    const unsigned at = (j * RowThreads + thread) * 8;
+    weight[j] = read_eight(a.weight + at, at < a.count ? a.count - at : 0, a.vector);
+  }
+  wait_for_earlier();
+  let_later_start();
   for (size row = blockIdx.x * size{Threads / RowThreads} + threadIdx.x / RowThreads; row < a.rows;
        row += gridDim.x * size{Threads / RowThreads}) {
     const X* const x = a.x + row * a.x_stride;
@@ -104,24 +123,25 @@ __global__ void __launch_bounds__(Threads) rms_norm(RmsNormArguments<X, W, Out> 
       squares = block_sum<Threads>(squares, scratch);
     const float scale = rms_scale(squares, a.count, a.eps);
 
-    const auto write = [&](unsigned at, const Eight<X>& eight) {
-      const Eight<W> weight = read_eight(a.weight + at, a.count - at, a.vector);
-      Eight<Out> result = {};
+    const auto write = [&](unsigned at, const Eight<X>& eight, const Eight<W>& factor) {
+      float normed[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) result.set(i, eight[i] * scale * weight[i]);
+      for (int i = 0; i < 8; ++i) normed[i] = eight[i] * scale * factor[i];
+      Eight<Out> result;
+      result.set_all(normed);
       write_eight(out + at, result, a.count - at, a.vector);
     };
 #pragma unroll
     for (int j = 0; j < Kept; ++j) {
       const unsigned at = (j * RowThreads + thread) * 8;
-      if (at < a.count) write(at, kept[j]);
+      if (at < a.count) write(at, kept[j], weight[j]);
     }
     for (unsigned at = (Kept * RowThreads + thread) * 8; at < a.count; at += RowThreads * 8)
-      write(at, read_eight(x + at, a.count - at, a.vector));
+      write(at, read_eight(x + at, a.count - at, a.vector), read_eight(a.weight + at, a.count - at, a.vector));
   }
 }
 
-/// One block a row. A padding row gives zeros, an id outside the table a row of zeros and `bad_id` in the row's status word.
+/// A padding row gives zeros, an id outside the table a row of zeros and `bad_id` in the row's status word.
 template <class Entry, class Out>
 struct EmbedArguments {
   const id* ids;
@@ -130,27 +150,30 @@ struct EmbedArguments {
   Out* out;
   unsigned* status;  // [rows], or null
   size out_stride, rows, vocab;
-  unsigned count, bad_id;
+  unsigned count, parts, bad_id;  // blocks of a row
   bool vector;
 };
 
+/// `parts` blocks a row, eight elements a thread.
 template <int Threads, class Entry, class Out>
 __global__ void __launch_bounds__(Threads) embed_tokens(EmbedArguments<Entry, Out> a) {
-  for (size row = blockIdx.x; row < a.rows; row += gridDim.x) {
+  wait_for_earlier();
+  let_later_start();
+  for (size item = blockIdx.x; item < a.rows * a.parts; item += gridDim.x) {
+    const size row = item / a.parts;
+    const unsigned at = (static_cast<unsigned>(item % a.parts) * Threads + threadIdx.x) * 8;
     const bool padding = a.slots && a.slots[row] == pad_slot;
     const id token = a.ids[row];
     const bool known = !padding && token >= 0 && static_cast<size>(token) < a.vocab;
-    if (!known && !padding && threadIdx.x == 0 && a.status) a.status[row] = a.bad_id;
-    const Entry* const entry = a.table + (known ? static_cast<size>(token) : 0) * a.count;
-    for (unsigned at = threadIdx.x * 8; at < a.count; at += Threads * 8) {
-      Eight<Out> result = {};
-      if (known) {
-        const Eight<Entry> eight = read_eight(entry + at, a.count - at, a.vector);
+    if (!known && !padding && at == 0 && a.status) a.status[row] = a.bad_id;
+    if (at >= a.count) continue;
+    Eight<Out> result = {};
+    if (known) {
+      const Eight<Entry> eight = read_eight(a.table + static_cast<size>(token) * a.count + at, a.count - at, a.vector);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) result.set(i, eight[i]);
-      }
-      write_eight(a.out + row * a.out_stride + at, result, a.count - at, a.vector);
+      for (int i = 0; i < 8; ++i) result.set(i, eight[i]);
     }
+    write_eight(a.out + row * a.out_stride + at, result, a.count - at, a.vector);
   }
 }
 

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// k3 chat: a conversation, a line of standard input a turn.
+
+#include <unistd.h>
+
+#include <cerrno>
+
+#include <k3/io/chat.hpp>
+
+#include "printer.hpp"
+#include "tool.hpp"
+
+namespace {
+
+struct Arguments {
+  std::string model, max_new_text = "4096", context_text = "8192";
+  std::optional<std::string> system;
+  bool no_think = false, json = false;
+  EngineOptions engine;
+  ExpertMemory memory;
+};
+
+/// Lines of standard input. Unlike std::getline it ends at Ctrl-C.
+class LineReader {
+ public:
+  /// The next line without its end; nothing at the end of input or after Ctrl-C.
+  std::optional<std::string> next() {
+    constexpr std::size_t longest = std::size_t{16} << 20;
+    for (;;) {
+      const std::size_t end = held_.find('\n', searched_);
+      if (end != held_.npos) return take(end, 1);
+      searched_ = held_.size();
+      if (held_.size() > longest) throw k3::error("a line of more than 16 MB on standard input");
+      char part[65536];
+      const ssize_t count = ended_ ? 0 : ::read(STDIN_FILENO, part, sizeof part);
+      if (count < 0 && errno == EINTR && !interrupted()) continue;
+      if (count < 0 && errno != EINTR) throw k3::error("standard input cannot be read");
+      if (interrupted()) return std::nullopt;
+      if (count > 0) {
+        held_.append(part, static_cast<std::size_t>(count));
+        continue;
+      }
+      ended_ = true;
+      if (held_.empty()) return std::nullopt;
+      return take(held_.size(), 0);
+    }
+  }
+
+ private:
+  std::string take(std::size_t length, std::size_t end) {
+    std::string line = held_.substr(0, length);
+    held_.erase(0, length + end);
+    searched_ = 0;
+    if (!line.empty() && line.back() == '\r') line.pop_back();
+    return line;
+  }
+
+  std::string held_;
+  std::size_t searched_ = 0;
+  bool ended_ = false;
+};
+
+/// The conversation so far lies in the engine's caches, but for the last ids, which the next turn brings along.
+class Conversation {
+ public:
+  Conversation(const Arguments& a, OpenModel& open, std::size_t max_new)
+      : open_(open),
+        tokenizer_(*open.tokenizer),
+        thinking_(!a.no_think),
+        json_(a.json),
+        max_new_(max_new),
+        printer_(output_form(a.json)) {
+    eos_ = stop_tokens(std::nullopt, open.model.config, open.tokenizer);
+    eos_.push_back(*tokenizer_.special_id(k3::detail::chat_end));
+    statistics_.opening = open.seconds;
+    statistics_.experts = open.experts;
+    if (a.system)
+      waiting_ = k3::encode_chat(tokenizer_, {{k3::ChatRole::system, *a.system}}, {.generation_prompt = false});
+  }
+
+  /// Takes a turn and prints the reply; false where the context has no room for it.
+  bool turn(const std::string& text) {
+    std::vector<k3::id> prompt = waiting_;
+    const std::vector<k3::id> turn = k3::encode_chat(tokenizer_, {{k3::ChatRole::user, text}}, {.thinking = thinking_});
+    prompt.insert(prompt.end(), turn.begin(), turn.end());
+    const std::size_t room = open_.engine->capacity() - open_.engine->position();
+    if (prompt.size() >= room) {
+      statistics_.stop = "context";
+      return false;
+    }
+    const std::size_t most = std::min(max_new_, room - prompt.size());
+    k3::ChatParser parser(tokenizer_, thinking_);
+    const std::vector<k3::id> tokens = decode_tokens(
+        *open_.engine, std::move(prompt), most, eos_,
+        [&](k3::id token) { printer_.show(push_token(parser, tokenizer_, token)); }, statistics_);
+    printer_.show(parser.finish());
+    printer_.finish();
+    if (json_) print_json_line("\"turn\":" + std::to_string(++turns_) + ",\"stop\":\"" + statistics_.stop + "\"");
+    statistics_.stop = interrupted() ? "interrupted" : "input";
+    // The last token has not been fed back; a reply that was cut short is closed.
+    waiting_.clear();
+    if (!tokens.empty()) waiting_.push_back(tokens.back());
+    const std::vector<k3::id> closing = k3::encode_chat(tokenizer_, parser.closing());
+    waiting_.insert(waiting_.end(), closing.begin(), closing.end());
+    return true;
+  }
+
+  const Statistics& statistics() {
+    if (interrupted()) statistics_.stop = "interrupted";
+    return statistics_;
+  }
+
+ private:
+  OpenModel& open_;
+  const k3::Tokenizer& tokenizer_;
+  bool thinking_, json_;
+  std::size_t max_new_, turns_ = 0;
+  std::vector<k3::id> eos_, waiting_;
+  ReplyPrinter printer_;
+  Statistics statistics_;
+};
+
+int run(const Arguments& a) {
+  const std::size_t max_new = parse_number("--max-new", a.max_new_text, 0x7fffffff);
+  std::size_t context = parse_number("--context", a.context_text, 0x7fffffff);
+  if (context == 0) throw UsageError("--context: a conversation needs at least one position");
+  check_engine(a.engine);
+  catch_interrupt();
+  OpenModel open = open_model(a.model, a.memory, a.engine);
+  if (!open.tokenizer || !k3::can_chat(*open.tokenizer))
+    throw k3::format_error(a.model, "", "has no tokenizer that names <|open|>, <|close|>, <|sep|> and <|end_of_msg|>");
+  context = std::min(context, open.model.config.max_position_embeddings);
+  print_layer_map(open.model);
+  start_engine(open, a.engine, context, 32);
+  Conversation conversation(a, open, max_new);
+  const bool prompted = isatty(STDIN_FILENO) && !a.json;
+  LineReader lines;
+  bool room = true;
+  while (room && !interrupted()) {
+    if (prompted) std::cout << "> " << std::flush;
+    const std::optional<std::string> line = lines.next();
+    if (!line) break;
+    if (!line->empty()) room = conversation.turn(*line);
+  }
+  if (prompted) std::cout << std::endl;
+  if (a.json) print_json_line(statistics_json(conversation.statistics()));
+  print_statistics(conversation.statistics());
+  if (!room) throw k3::error("the context of " + std::to_string(context) + " tokens is full (--context sets it)");
+  return interrupted() ? interrupted_status : 0;
+}
+
+}  // namespace
+
+Command describe_chat(CLI::App& app) {
+  CLI::App* const command = app.add_subcommand("chat", "A conversation: each line of standard input is a turn");
+  const auto a = std::make_shared<Arguments>();
+  command->add_option("MODEL_DIR", a->model, "folder with config.json, the safetensors files and the tokenizer")
+      ->required();
+  command->add_option("--system", a->system, "a system message to begin with");
+  command->add_flag("--no-think", a->no_think, "answer without thinking");
+  command->add_option("--max-new", a->max_new_text, "tokens of a reply at most")->capture_default_str();
+  command->add_option("--context", a->context_text, "tokens of the whole conversation at most")->capture_default_str();
+  describe_engine(*command, a->engine);
+  describe_memory(*command, a->memory);
+  command->add_flag("--json", a->json, "print a JSON object a line: pieces as they come, then the statistics");
+  return [a] { return run(*a); };
+}

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The subcommands of k3, and what they share.
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../command_line.hpp"
+
+/// Exit status after Ctrl-C.
+inline constexpr int interrupted_status = 130;
+
+/// From now on the first Ctrl-C only sets a flag; the second ends the process at once.
+void catch_interrupt();
+bool interrupted();
+
+/// Adds a subcommand to `app`. What it returns runs it, once the command line has been parsed, and gives the exit
+/// status.
+using Command = std::function<int()>;
+Command describe_inspect(CLI::App& app);
+Command describe_generate(CLI::App& app);
+Command describe_chat(CLI::App& app);
+Command describe_make_checkpoint(CLI::App& app);
+
+/// Seconds since it was made, or since `restart`.
+class Stopwatch {
+ public:
+  void restart() { start_ = Clock::now(); }
+  double seconds() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point start_ = Clock::now();
+};
+
+/// What is told at the end of a run.
+struct Statistics {
+  std::size_t prompt_tokens = 0, new_tokens = 0;
+  double opening = 0, first_token = 0,
+         decoding = 0;  ///< seconds: opening files; prompt to first token; the tokens after
+  std::shared_ptr<const k3::StreamedExperts> experts{};  ///< where they are streamed
+  const char* stop = "input";  ///< eos, max_new, interrupted; of a conversation context, input or interrupted
+};
+
+/// Where routed experts are kept. `memory`: bytes such as 8G, `auto`, or nothing for the file maps.
+struct ExpertMemory {
+  std::string memory;
+};
+void describe_memory(CLI::App& app, ExpertMemory& memory);
+
+/// Bytes that this process has read from storage so far: nothing for what was in the system's file cache.
+std::uint64_t bytes_read();
+/// One line on standard error.
+void print_statistics(const Statistics& statistics);
+/// The same as JSON members.
+std::string statistics_json(const Statistics& statistics);
+
+/// A model that is open and ready, with its tokenizer.
+struct OpenModel {
+  std::optional<k3::Tokenizer> tokenizer;
+  k3::K3CpuModel model;
+  std::shared_ptr<const k3::StreamedExperts> experts;
+  std::unique_ptr<Engine> engine;
+  double seconds = 0;  ///< that opening took
+};
+
+/// Opens the files of a checkpoint; `start_engine` then makes what runs it.
+OpenModel open_model(const std::string& folder, const ExpertMemory& memory, const EngineOptions& engine);
+void start_engine(OpenModel& open, EngineOptions options, std::size_t capacity, std::size_t prompt);
+
+/// Takes all of `prompt` but the last few tokens into the sequence, with a progress bar, and removes them from it.
+/// Stops early, leaving the rest, after Ctrl-C.
+void prefill_with_progress(Engine& engine, std::vector<k3::id>& prompt);
+
+/// Decodes until an end token, `max_new` tokens or Ctrl-C, and fills in the statistics.
+std::vector<k3::id> decode_tokens(Engine& engine, std::vector<k3::id> prompt, std::size_t max_new,
+                                  const std::vector<k3::id>& eos, const std::function<void(k3::id)>& on_token,
+                                  Statistics& statistics);

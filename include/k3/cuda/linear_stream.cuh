@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <k3/cuda/launch.cuh>
+#include <k3/kernels/linear_stream.cuh>
+
+namespace k3::detail {
+
+/// Bytes of shared memory of a block: nearly all there is, for much of it holds tokens where there are many; with few,
+/// what the measured rate needs and no more, since kernels before and after may then lie on the same multiprocessor.
+/// All that a block may have is 232448 bytes; static memory takes up to 1024, for dynamic memory begins where the
+/// strictest kernel of the program wants it.
+inline constexpr int stream_most_shared = 231424;
+template <int Tokens>
+inline constexpr int stream_shared = Tokens > 32 ? stream_most_shared : 160000;
+
+using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                     const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                     CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+/// The driver's cuTensorMapEncodeTiled, without linking to the driver.
+inline EncodeTensorMap encode_tensor_map() {
+  static const EncodeTensorMap function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status{};
+    check_cuda("linear", "cudaGetDriverEntryPointByVersion",
+               cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status));
+    return reinterpret_cast<EncodeTensorMap>(found);
+  }();
+  return function;
+}
+
+/// A matrix of bf16 in boxes of `box_rows` rows and 64 columns.
+inline CUtensorMap tensor_map(const char* operation, const void* data, size rows, size columns, size stride,
+                              unsigned box_rows) {
+  CUtensorMap map;
+  const cuuint64_t extents[2] = {columns, rows}, strides[1] = {stride * 2};
+  const cuuint32_t box[2] = {kernel::stream_columns, box_rows}, steps[2] = {1, 1};
+  const CUresult code =
+      encode_tensor_map()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), extents, strides, box,
+                          steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (code != CUDA_SUCCESS) throw cuda_error(operation, "cuTensorMapEncodeTiled", static_cast<int>(code), "refused");
+  return map;
+}
+
+/// Whether the program has code for this device that streams. A kernel compiled for another target is empty.
+inline bool stream_available() {
+  static const bool available = [] {
+    cudaFuncAttributes attributes{};
+    check_cuda("linear", "cudaFuncGetAttributes", cudaFuncGetAttributes(&attributes, kernel::linear_stream<8, 1>));
+    return attributes.sharedSizeBytes > 0;
+  }();
+  return available;
+}
+
+/// Clusters of a kernel that the device holds at a time, one block on a multiprocessor.
+template <int Tokens, int Split>
+unsigned stream_clusters() {
+  static const unsigned count = [] {
+    cudaLaunchConfig_t config = {};
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = Split, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.gridDim = Split, config.blockDim = 128, config.dynamicSmemBytes = size{200} << 10;
+    config.attrs = &attribute, config.numAttrs = 1;
+    check_cuda("linear", "cudaFuncSetAttribute",
+               cudaFuncSetAttribute(kernel::linear_stream<Tokens, Split>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    stream_most_shared));
+    int clusters = 0;
+    check_cuda("linear", "cudaOccupancyMaxActiveClusters",
+               cudaOccupancyMaxActiveClusters(&clusters, kernel::linear_stream<Tokens, Split>, &config));
+    return static_cast<unsigned>(clusters);
+  }();
+  return count;
+}
+
+template <int Tokens, int Split>
+void launch_stream(const gpu& exec, const char* operation, kernel::StreamArguments& a) {
+  const auto function = kernel::linear_stream<Tokens, Split>;
+  check_cuda(operation, "cudaFuncSetAttribute",
+             cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, stream_most_shared));
+  const unsigned units = a.linear.units;
+  const unsigned owners =
+      smaller(units, Split == 1 ? static_cast<unsigned>(multiprocessors()) : stream_clusters<Tokens, Split>());
+  const unsigned own = (units + owners - 1) / owners, most = kernel::stream_most_warps<Split>;
+  a.passes = (own + most - 1) / most;
+  a.tile_units = (own + a.passes - 1) / a.passes;
+  const unsigned warps = (a.tile_units + 3) / 4 * 4;
+  a.linear.groups = (a.linear.tokens + Tokens - 1) / Tokens;
+  const size slot = a.tile_units * kernel::stream_unit_bytes + Tokens * kernel::stream_row_bytes;
+  const size unit_floats = Tokens * kernel::stream_scratch_stride;
+  const size pieces = Split > 1 ? a.tile_units * unit_floats * 4 : 0;
+  const size scratch = Split > 1 ? 0 : warps * kernel::stream_chunk<Tokens> * kernel::stream_scratch_stride * 4;
+  const size over = (warps - a.tile_units) * kernel::stream_unit_bytes;  // read beyond the last slot, and not used
+  const size beyond = 1024 + larger(over, scratch);
+  a.slots = static_cast<unsigned>(smaller<size>((stream_shared<Tokens> - beyond) / slot, kernel::stream_most_slots));
+  a.x = tensor_map(operation, a.linear.x, a.linear.tokens, a.linear.columns,
+                   a.linear.tokens == 1 ? a.linear.columns : a.linear.x_stride, Tokens);
+  launch_clusters(exec.stream, Split, owners * Split, (warps + kernel::stream_fill_warps) * 32,
+                  larger(a.slots * slot, pieces) + beyond, function, a);
+}
+
+/// Whether a launch's K is to be split: there are few rows for the multiprocessors, and each cluster has one pass.
+template <int Tokens, int Split>
+bool stream_splits(const kernel::LinearArguments<bf16>& l) {
+  return l.columns >= kernel::linear_split_columns && l.tokens <= Tokens &&
+         l.units <= stream_clusters<Tokens, Split>() * kernel::stream_most_warps<Split>;
+}
+
+template <int Tokens>
+void launch_stream(const gpu& exec, const char* operation, kernel::StreamArguments& a) {
+  if (stream_splits<Tokens, 4>(a.linear)) return launch_stream<Tokens, 4>(exec, operation, a);
+  launch_stream<Tokens, 1>(exec, operation, a);
+}
+
+inline void launch_stream(const gpu& exec, const char* operation, const kernel::LinearArguments<bf16>& l,
+                          size segments) {
+  kernel::StreamArguments a;
+  a.linear = l;
+  for (size i = 0; i < segments; ++i) {
+    const kernel::LinearSegment& s = l.segment[i];
+    const unsigned box = s.kind == kernel::LinearKind::glu ? 8 : 16;
+    a.weight[i] = tensor_map(operation, s.weight, s.rows, l.columns, l.columns, box);
+    if (s.up != nullptr) a.up[i] = tensor_map(operation, s.up, s.rows, l.columns, l.columns, box);
+  }
+  if (l.tokens <= 8) return launch_stream<8>(exec, operation, a);
+  if (l.tokens <= 16) return launch_stream<16>(exec, operation, a);
+  if (l.tokens <= 32) return launch_stream<32>(exec, operation, a);
+  if (l.tokens <= 64) return launch_stream<64>(exec, operation, a);
+  launch_stream<128>(exec, operation, a);
+}
+
+}  // namespace k3::detail

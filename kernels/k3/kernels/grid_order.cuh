@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+// A kernel that k3::detail::launch starts may begin while the kernel before it on the stream still runs. Until
+// wait_for_earlier it may only read what no pending kernel writes (weights, its own arguments) and write nothing but
+// shared memory; every thread that reads or writes anything else calls it first, and no block ends without.
+namespace k3::kernel {
+
+/// Returns when every kernel before this one on the stream is complete and what it wrote can be read.
+__device__ __forceinline__ void wait_for_earlier() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// Lets the next kernel on the stream begin, once every block has called this or ended. To be called after
+/// wait_for_earlier: then what the next kernel reads before its own wait need only be older than this kernel.
+__device__ __forceinline__ void let_later_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace k3::kernel

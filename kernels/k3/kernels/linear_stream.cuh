@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <k3/kernels/grid_order.cuh>
+#include <k3/kernels/linear_finish.cuh>
+#include <k3/kernels/linear_hopper.cuh>
+
+// Products with weight matrices on sm_90a: weights stream through a ring in shared memory and are the 64-row operand of
+// wgmma, tokens the other. Blocks stay: each owns an equal run of units of 16 rows of weights and goes through it in
+// passes. Four warps fill the ring by tensor copies (of weights even before the kernel's input is there), four more for
+// every 64 rows of a pass multiply.
+//
+// `Split` 4: the blocks of a cluster share the K of their units, a piece each, and join them through distributed shared
+// memory. For launches with so few rows that the tensor cores' 64 would be badly filled.
+namespace k3::kernel {
+
+inline constexpr unsigned stream_columns = linear_step;  ///< of k in a slot of the ring: 128 bytes of a row
+inline constexpr unsigned stream_most_slots = 16;
+inline constexpr unsigned stream_row_bytes = 2 * stream_columns, stream_unit_bytes = 16 * stream_row_bytes;
+inline constexpr unsigned stream_scratch_stride = 20;  ///< floats of a token of a unit: 16, and no bank conflicts
+
+struct StreamArguments {
+  LinearArguments<bf16> linear{};
+  unsigned tile_units = 0;  ///< of a block in a pass
+  unsigned passes = 0, slots = 0;
+  CUtensorMap x{};                             ///< boxes of `Tokens` rows
+  CUtensorMap weight[linear_most_segments]{};  ///< boxes of 16 rows, of a gated segment 8
+  CUtensorMap up[linear_most_segments]{};
+};
+
+/// One warp cannot issue the copies fast enough: each takes about 80 cycles.
+inline constexpr unsigned stream_fill_warps = 4;
+/// Warps that multiply, at most: registers for the sums of two pieces of so many tokens.
+template <int Split>
+inline constexpr unsigned stream_most_warps = Split > 1 ? 16 : 12;
+/// Where the sum and a piece need more registers than an equal share: the warps that fill the ring give up most of
+/// theirs.
+template <int Tokens, int Split>
+inline constexpr bool stream_uneven = Tokens == 128 && Split == 1;
+template <int Split>
+inline constexpr unsigned stream_most_threads = (stream_most_warps<Split> + stream_fill_warps) * 32;
+/// Tokens whose results lie in shared memory at a time, where each warp finishes its own.
+template <int Tokens>
+inline constexpr unsigned stream_chunk = Tokens < 16 ? Tokens : 16;
+
+/// A block's part of the work.
+template <int Split>
+struct StreamPart {
+  static_assert(Split == 1 || Split == linear_pieces);
+  unsigned split;
+  unsigned first_unit, end_unit;
+  unsigned first_step, steps, piece;
+
+  __device__ explicit StreamPart(const StreamArguments& a) {
+    const unsigned owners = gridDim.x / Split, owner = blockIdx.x / Split;
+    split = blockIdx.x % Split;
+    first_unit = static_cast<unsigned>(size{owner} * a.linear.units / owners);
+    end_unit = static_cast<unsigned>((size{owner} + 1) * a.linear.units / owners);
+    const LinearSteps k(a.linear.columns);
+    piece = k.piece;
+    first_step = split * piece;
+    steps = Split > 1 ? detail::smaller(piece, k.all - first_step) : k.all;
+  }
+};
+
+struct StreamRing {
+  hopper::Barrier full[stream_most_slots], empty[stream_most_slots];
+};
+
+/// The four warps that fill the ring, each with every fourth unit.
+template <int Tokens, int Split>
+struct StreamProducer {
+  const StreamArguments& a;
+  const StreamPart<Split>& part;
+  StreamRing& ring;
+  unsigned memory, slot_bytes;  // of the ring
+  unsigned lane = threadIdx.x % 32, fill_warp = threadIdx.x / 32 % stream_fill_warps;
+
+  struct Place {
+    unsigned group = 0, pass = 0, step = 0;  ///< a step of a pass over some tokens
+  } weights_at{}, tokens_at{};
+  // This lane's box of every step of the pass, if it has one.
+  const CUtensorMap* map = nullptr;
+  unsigned row = 0, offset = 0;
+  unsigned long long first = hopper::policy_first(), last = hopper::policy_last();
+
+  __device__ __forceinline__ void advance(Place& p) {
+    if (++p.step < part.steps) return;
+    p.step = 0;
+    if (++p.pass == a.passes) p.pass = 0, ++p.group;
+  }
+
+  __device__ __forceinline__ unsigned units_of(unsigned pass) const {
+    const unsigned from = part.first_unit + pass * a.tile_units;
+    return from < part.end_unit ? detail::smaller(a.tile_units, part.end_unit - from) : 0;
+  }
+
+  /// Of the warp's units, every fourth, lane l has the box of one; of gated ones lane 4 + l has the second half.
+  __device__ __forceinline__ void begin_pass(unsigned pass) {
+    const unsigned place = lane % 4 * stream_fill_warps + fill_warp;
+    map = nullptr;
+    if (place >= units_of(pass) || lane >= 8) return;
+    unsigned unit = part.first_unit + pass * a.tile_units + place;
+    const unsigned index = find_segment(a.linear, unit);
+    const bool glu = a.linear.segment[index].kind == LinearKind::glu, second = lane >= 4;
+    if (second && !glu) return;
+    map = second ? &a.up[index] : &a.weight[index];
+    row = unit * (glu ? 8 : 16);
+    offset = place * stream_unit_bytes + (second ? stream_unit_bytes / 2 : 0);
+  }
+
+  __device__ __forceinline__ void fetch_weights(unsigned slot) {
+    const Place& p = weights_at;
+    if (p.step == 0) begin_pass(p.pass);
+    if (lane == 0 && fill_warp == 0)
+      hopper::arrive_expecting(ring.full[slot], units_of(p.pass) * stream_unit_bytes + Tokens * stream_row_bytes);
+    __syncwarp();
+    if (map != nullptr)
+      hopper::copy_box(memory + slot * slot_bytes + offset, map, (part.first_step + p.step) * stream_columns, row,
+                       ring.full[slot], first);
+    advance(weights_at);
+  }
+
+  __device__ __forceinline__ void fetch_tokens(unsigned slot) {
+    const Place& p = tokens_at;
+    if (lane == 0 && fill_warp == stream_fill_warps - 1)
+      hopper::copy_box(memory + slot * slot_bytes + a.tile_units * stream_unit_bytes, &a.x,
+                       (part.first_step + p.step) * stream_columns, p.group * Tokens, ring.full[slot], last);
+    advance(tokens_at);
+  }
+
+  __device__ __forceinline__ void run() {
+    const unsigned total = a.linear.groups * a.passes * part.steps, early = detail::smaller(total, a.slots);
+    for (unsigned i = 0; i < early; ++i) fetch_weights(i);
+    wait_for_earlier();
+    for (unsigned i = 0; i < early; ++i) fetch_tokens(i);
+    if (lane == 0) let_later_start();
+    unsigned slot = 0, phase = 0;
+    for (unsigned i = early; i < total; ++i) {
+      hopper::wait(ring.empty[slot], phase);
+      fetch_weights(slot);
+      fetch_tokens(slot);
+      if (++slot == a.slots) slot = 0, phase ^= 1;
+    }
+  }
+};
+
+/// Puts a warp's sums of eight tokens where they can be read by token and row.
+__device__ __forceinline__ void stream_spread(float* to, const float* sum) {
+  const unsigned lane = threadIdx.x % 32;
+#pragma unroll
+  for (unsigned i = 0; i < 4; ++i) to[(lane % 4 * 2 + i % 2) * stream_scratch_stride + lane / 4 + i / 2 * 8] = sum[i];
+}
+
+template <int Tokens, int Split>
+struct StreamConsumer {
+  const StreamArguments& a;
+  const StreamPart<Split>& part;
+  StreamRing& ring;
+  unsigned memory, slot_bytes;
+  unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  unsigned slot = 0, phase = 0;
+  float sum[Tokens / 2], piece[Tokens / 2];
+
+  __device__ __forceinline__ void release(unsigned which) {
+    if (lane == 0) hopper::arrive(ring.empty[which]);
+  }
+
+  /// Adds up `steps` steps in `piece`.
+  __device__ __forceinline__ void multiply(unsigned steps) {
+#pragma unroll
+    for (float& p : piece) p = 0;
+    unsigned before = 0;
+    for (unsigned step = 0; step < steps; ++step) {
+      hopper::wait(ring.full[slot], phase);
+      const unsigned at = memory + slot * slot_bytes;
+      unsigned long long weights = hopper::operand(at + warp / 4 * 4 * stream_unit_bytes);
+      unsigned long long tokens = hopper::operand(at + a.tile_units * stream_unit_bytes);
+      hopper::wgmma_fence();
+#pragma unroll
+      for (unsigned k = 0; k < stream_columns / 16; ++k) hopper::wgmma(piece, weights + 2 * k, tokens + 2 * k);
+      hopper::wgmma_commit();
+      if (step > 0) {
+        hopper::wgmma_wait<1>();
+        release(before);
+      }
+      before = slot;
+      if (++slot == a.slots) slot = 0, phase ^= 1;
+    }
+    hopper::wgmma_wait<0>();
+    release(before);
+  }
+
+  /// The sum of all pieces of this block, one after the other.
+  __device__ __forceinline__ void multiply_all() {
+    multiply(detail::smaller(part.piece, part.steps));
+#pragma unroll
+    for (int i = 0; i < Tokens / 2; ++i) sum[i] = piece[i];
+    for (unsigned done = part.piece; done < part.steps; done += part.piece) {
+      multiply(detail::smaller(part.piece, part.steps - done));
+#pragma unroll
+      for (int i = 0; i < Tokens / 2; ++i) sum[i] += piece[i];
+    }
+  }
+
+  /// Without a split: this warp's unit of the pass is complete.
+  __device__ __forceinline__ void finish(unsigned unit, unsigned first_token, float* scratch) {
+    constexpr unsigned chunk = stream_chunk<Tokens>;
+    with_unit(a.linear, unit, [&](const auto& rows) {
+#pragma unroll
+      for (unsigned from = 0; from < Tokens; from += chunk) {
+        if (first_token + from >= a.linear.tokens) break;
+        __syncwarp();
+#pragma unroll
+        for (unsigned tile = 0; tile < chunk / 8; ++tile)
+          stream_spread(scratch + tile * 8 * stream_scratch_stride, &sum[(from / 8 + tile) * 4]);
+        __syncwarp();
+        rows.template finish<chunk>(first_token + from, [&](unsigned token, unsigned row) {
+          return *reinterpret_cast<const float4*>(scratch + token * stream_scratch_stride + row);
+        });
+      }
+    });
+  }
+
+  __device__ __forceinline__ void run(float* scratch) {
+    for (unsigned group = 0; group < a.linear.groups; ++group)
+      for (unsigned pass = 0; pass < a.passes; ++pass) {
+        multiply_all();
+        const unsigned place = pass * a.tile_units + warp, unit = part.first_unit + place;
+        if (warp < a.tile_units && unit < part.end_unit) finish(unit, group * Tokens, scratch);
+      }
+  }
+
+  __device__ __forceinline__ void keep(float* to, const float (&values)[Tokens / 2]) {
+#pragma unroll
+    for (unsigned tile = 0; tile < Tokens / 8; ++tile)
+      stream_spread(to + (warp * Tokens + tile * 8) * stream_scratch_stride, &values[tile * 4]);
+  }
+
+  /// With a split: this block's piece, into `to` in the order of unit, token, row.
+  __device__ __forceinline__ void run_piece(float* to) {
+    multiply(part.steps);
+    asm volatile("bar.sync 1, %0;" ::"r"(blockDim.x - 32 * stream_fill_warps) : "memory");  // the ring is free
+    if (warp >= part.end_unit - part.first_unit) return;
+#pragma unroll
+    for (unsigned tile = 0; tile < Tokens / 8; ++tile)
+      stream_spread(to + (warp * Tokens + tile * 8) * stream_scratch_stride, &piece[tile * 4]);
+  }
+};
+
+/// Joins the pieces that the blocks of a cluster have in their `pieces`; all warps, each its share of the results.
+template <int Tokens, int Split>
+__device__ __forceinline__ void stream_join(const LinearArguments<bf16>& a, const StreamPart<Split>& part,
+                                            const float* pieces) {
+  constexpr unsigned at_once = 8;  // tokens
+  unsigned from[Split];
+#pragma unroll
+  for (unsigned p = 0; p < Split; ++p) from[p] = hopper::address_in(p, pieces);
+  const unsigned units = part.end_unit - part.first_unit, warps = blockDim.x / 32;
+  for (unsigned i = part.split * warps + threadIdx.x / 32; i < units * (Tokens / at_once); i += Split * warps) {
+    const unsigned unit = i % units, token = i / units * at_once;
+    if (token >= a.tokens) break;
+    with_unit(a, part.first_unit + unit, [&](const auto& rows) {
+      rows.template finish<at_once>(token, [&](unsigned t, unsigned row) {
+        const unsigned at = ((unit * Tokens + token + t) * stream_scratch_stride + row) * 4;
+        float4 v[Split];
+#pragma unroll
+        for (unsigned p = 0; p < Split; ++p) v[p] = hopper::load_in(from[p] + at);
+#pragma unroll
+        for (unsigned p = 1; p < Split; ++p)
+          v[0] = {v[0].x + v[p].x, v[0].y + v[p].y, v[0].z + v[p].z, v[0].w + v[p].w};
+        return v[0];
+      });
+    });
+  }
+}
+
+/// The products of a launch. Empty, and without static shared memory, where the target is not sm_90a.
+template <int Tokens, int Split>
+__global__ void __launch_bounds__(stream_most_threads<Split>, Tokens <= 32 ? 2 : 1)
+    linear_stream(const __grid_constant__ StreamArguments a) {
+  if constexpr (hopper::available) {
+    extern __shared__ unsigned char dynamic[];
+    __shared__ StreamRing ring;
+    const unsigned base = (hopper::address_of(dynamic) + 1023) / 1024 * 1024;
+    const unsigned warps = blockDim.x / 32 - stream_fill_warps;  // that multiply
+    unsigned char* const memory = dynamic + (base - hopper::address_of(dynamic));
+    const unsigned slot_bytes = a.tile_units * stream_unit_bytes + Tokens * stream_row_bytes;
+    const StreamPart<Split> part(a);
+    if (threadIdx.x == 0) {
+      for (unsigned i = 0; i < a.slots; ++i) hopper::init(ring.full[i], 1), hopper::init(ring.empty[i], warps);
+      hopper::init_fence();
+    }
+    __syncthreads();
+    if (threadIdx.x / 32 >= warps) {
+      if constexpr (stream_uneven<Tokens, Split>) hopper::give_registers<32>();
+      StreamProducer<Tokens, Split>{a, part, ring, base, slot_bytes}.run();
+    } else {
+      if constexpr (stream_uneven<Tokens, Split>) hopper::take_registers<160>();
+      wait_for_earlier();
+      StreamConsumer<Tokens, Split> consumer{a, part, ring, base, slot_bytes};
+      if constexpr (Split > 1)
+        consumer.run_piece(reinterpret_cast<float*>(memory));
+      else
+        consumer.run(reinterpret_cast<float*>(memory + a.slots * slot_bytes) +
+                     threadIdx.x / 32 * (stream_chunk<Tokens> * stream_scratch_stride));
+    }
+    if constexpr (Split > 1) {
+      __syncwarp();
+      hopper::cluster_sync();
+      stream_join<Tokens>(a.linear, part, reinterpret_cast<float*>(memory));
+      __syncwarp();
+      hopper::cluster_sync();  // no block may go while another reads its memory
+    }
+  }
+}
+
+}  // namespace k3::kernel

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <k3/kernels/mla_wide_runs.cuh>
+
+// How tiles of the cache, and queries, come into the shared memory of a block of mla_attend_wide.
+namespace k3::kernel {
+
+/// Where piece `i` of a half of the tile is in the half's ring, and the parity of its barrier.
+template <unsigned Ring>
+struct MlaRing {
+  unsigned at = 0, parity = 0;
+
+  __device__ __forceinline__ unsigned slot(unsigned i) const { return at + i < Ring ? at + i : at + i - Ring; }
+  __device__ __forceinline__ unsigned phase(unsigned i) const { return at + i < Ring ? parity : parity ^ 1; }
+  __device__ __forceinline__ void next_tile() {
+    parity = phase(4);
+    at = slot(4);
+  }
+};
+
+/// Where a lane's part of a tile is in the cache.
+struct MlaPlace {
+  unsigned index, row;  // of the page among the row's, and in the page
+  id page;
+};
+
+/// What a thread knows of its block, and the copies that its warp issues.
+template <int N>
+struct MlaWideCopies {
+  using Shared = MlaWideShared<N>;
+  static constexpr unsigned ring = Shared::ring;
+  const MlaWideArguments& w;
+  Shared& memory;
+  MlaWideControl& shared;
+  const CUtensorMap *q_map, *kv_map;
+  unsigned group;  // of N heads
+  unsigned thread = threadIdx.x % 128, lane = thread % 32;
+  // Broadcast, so that the compiler sees that they, and the operands' addresses, are the same in a warp.
+  unsigned half = __shfl_sync(full_warp, threadIdx.x / 128, 0), warp = __shfl_sync(full_warp, thread / 32, 0);
+  MlaRing<ring> at{};                  // of the tile whose values are added
+  unsigned later = (warp + ring) / 4;  // tiles from the one whose piece this warp replaces to that of the new one
+  bool keys = half == 1 && warp == 3;  // this warp copies the keys' own part, too
+  MlaPlace next_place{}, key_place{};  // of what this warp copies next
+
+  __device__ __forceinline__ MlaWideCopies(const MlaWideArguments& arguments, Shared& block, const CUtensorMap* queries,
+                                           const CUtensorMap* cache, unsigned heads)
+      : w(arguments), memory(block), shared(block.control), q_map(queries), kv_map(cache), group(heads) {}
+
+  __device__ __forceinline__ void sync_half() const { group_sync<128>(1 + half); }
+
+  /// Where this lane's part of a tile is.
+  __device__ __forceinline__ MlaPlace place_of(unsigned tile) const {
+    const unsigned position = tile * mla_tile + detail::smaller(lane, w.boxes - 1) * w.box_rows;
+    const unsigned index = position / w.a.cache.page_size;
+    return {index, position - index * w.a.cache.page_size, shared.segment.table[index]};
+  }
+  /// And of the tile behind it.
+  __device__ __forceinline__ MlaPlace after(MlaPlace p) const {
+    for (p.row += mla_tile; p.row >= w.a.cache.page_size; p.row -= w.a.cache.page_size) ++p.index;
+    p.page = shared.segment.table[p.index];
+    return p;
+  }
+  /// Columns [64 column, ..) of a tile. One warp.
+  __device__ __forceinline__ void load(unsigned slot, unsigned column, MlaPlace from, unsigned more = 0) const {
+    if (lane == 0) barrier_expect(&shared.full[slot], mla_piece_bytes + more);
+    if (lane < w.boxes)
+      copy_box(memory.pieces[slot] + lane * w.box_rows * 128, kv_map, static_cast<int>(column * mla_piece_columns),
+               static_cast<int>(from.row), from.page, &shared.full[slot]);
+    __syncwarp();
+  }
+  /// The same columns of the queries, before it.
+  __device__ __forceinline__ void load_queries(unsigned slot, unsigned column) const {
+    if (lane < N / 48)
+      copy_box(memory.q[column] + lane * (48 * 128), q_map, static_cast<int>(column * mla_piece_columns),
+               static_cast<int>(group * N + lane * 48), static_cast<int>(shared.segment.row), &shared.full[slot]);
+    __syncwarp();
+  }
+  /// The queries and as many pieces as there is room for, those of this warp.
+  __device__ __forceinline__ void load_first(unsigned first, unsigned count) {
+    const unsigned slot = half * ring + at.slot(warp), column = half * 4 + warp;
+    load_queries(slot, column);
+    if (keys) load_queries(2 * ring, 8);
+    const MlaPlace place = place_of(first), second = count > 1 ? after(place) : place;
+    load(slot, column, place, N * 128);
+    if (keys) load(2 * ring, 8, place, N * 128);
+    if (4 + warp < ring && count > 1) load(half * ring + at.slot(4 + warp), column, second);
+    key_place = second;
+    next_place = later > 1 && count > 2 ? after(second) : second;
+  }
+  /// All warps are done with piece i of this half of the tile: it may be replaced by the one that is `ring` pieces
+  /// later.
+  __device__ __forceinline__ void replace(unsigned i, unsigned left) {
+    const unsigned slot = half * ring + at.slot(i);
+    if (lane == 0) barrier_arrive(&shared.empty[slot]);
+    if (warp != i || later >= left) return;
+    barrier_wait(&shared.empty[slot], at.phase(i));
+    load(slot, half * 4 + (i + ring) % 4, next_place);
+  }
+};
+
+}  // namespace k3::kernel

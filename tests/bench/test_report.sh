@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# bench/report.py: a page with the numbers of a small results file, and no page from a malformed one. Called with the
+# source root.
+set -euo pipefail
+root=$1
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+cp "$root"/tests/bench/data/*.json "$scratch/"
+page=$scratch/page.md
+printf '# Title\n\n%s\n\nold\n\n%s\n\nThe rest.\n' \
+  '<!-- results: written by bench/report.py -->' '<!-- end of results -->' >"$page"
+
+# A device row's notes come from the project's own file, so that it is checked too.
+report() { python3 "$root/bench/report.py" --results "$scratch" --page "$page" --no-plots "$@"; }
+contains() { grep -qF -- "$1" "$page" || { echo "the page has no: $1"; cat "$page"; exit 1; }; }
+
+report
+contains '# Title'
+contains 'The rest.'
+contains 'NVIDIA H200, 2026-01-02. Plain read 4450 GB/s, copy 4270 GB/s'
+contains '| 1 | 70.5 ± 0.4 | 63.1 | 280.8 | 3982 | 89.5 | ≤ 72 us | met'\
+' | 132.6 (Marlin MXFP4 with activation and weighted sum) | 1.88 |'
+contains '| 8 | 545.2 ± 2.7 | 473.2 | 2105.7 | 3862 | 86.8 | ≤ 530 us | not met |'
+contains '| 8 | 32k | 111.0 ± 0.6 | 73.0 |'
+contains '| 1 | 4k | 300.0 ± 1.5 | 253.9 | 1129.8 | 3766 | 84.6 | ≥ 84 % | met |'
+contains 'Tokens a second: 2336 at batch 32.'
+contains 'A processor, 2026-01-02. Plain read over 512 MB: 12.5 GB/s with 1 thread, 24.0 GB/s with 2 threads.'
+contains '| linear bf16 | 7168x7168 B=1 | 9876.5 | 5000.0 | 20.6 | 10.3 | 86 |'
+if grep -qF 'old' "$page"; then echo 'the old results are still there'; exit 1; fi
+cp "$page" "$scratch/good.md"
+report
+cmp "$page" "$scratch/good.md"
+
+# Each of these must be refused with a message, the page untouched.
+refused() {  # file, what to do with `d`, part of the message
+  python3 - "$scratch/$1" "$2" <<'END'
+import json, sys
+with open(sys.argv[1]) as file:
+    d = json.load(file)
+exec(sys.argv[2])
+with open(sys.argv[1], "w") as file:
+    json.dump(d, file)
+END
+  local status=0
+  report >"$scratch/out" 2>&1 || status=$?
+  if [ $status != 1 ] || ! grep -qF -- "$3" "$scratch/out"; then
+    echo "not refused as '$3': $2"
+    cat "$scratch/out"
+    exit 1
+  fi
+  cmp "$page" "$scratch/good.md"
+  cp "$root/tests/bench/data/$1" "$scratch/$1"
+}
+refused h200.json 'd["read_ceiling_GBps"] = 4299' 'does not count'
+refused h200.json 'del d["copy_GBps"]' 'no copy_GBps'
+refused h200.json 'd["rows"] = []' 'no rows'
+refused h200.json 'd["rows"][0]["op"] = "moe"' 'unknown op'
+refused h200.json 'd["rows"][0]["extra"] = 1' 'its keys are not'
+refused h200.json 'del d["rows"][1]["us_spread"]' 'its keys are not'
+refused h200.json 'd["rows"][0]["batch"] = 0' 'batch 0'
+refused h200.json 'd["rows"][0]["us"] = float("nan")' 'us nan'
+refused h200.json 'd["rows"][0]["us"] = "70"' "us '70'"
+refused h200.json 'd["rows"][0]["GBps"] *= 1.1' 'GBps'
+refused h200.json 'd["rows"][0]["percent"] = 99.0' 'percent 99.0'
+refused h200.json 'd["rows"][3]["context"] = None' 'without a context'
+refused h200.json 'd["rows"].append(d["rows"][0])' 'twice'
+refused h200.json 'r = d["rows"][0]; r["us"] /= 2; r["GBps"] *= 2; r["percent"] *= 2' 'of what the memory gives'
+refused host.json 'd["rows"][0]["threads"] = "all"' 'threads'
+refused host.json 'del d["cpu"]' 'keys missing'
+echo '{"gpu": ' >"$scratch/h200.json"
+if report >/dev/null 2>&1; then echo 'half a file was taken'; exit 1; fi
+cp "$root/tests/bench/data/h200.json" "$scratch/"
+
+# Every row needs a sentence on what limits it.
+python3 - "$root/bench/notes.json" "$scratch/notes.json" <<'END'
+import json, sys
+with open(sys.argv[1]) as file:
+    notes = json.load(file)
+notes["ops"]["kda_fused"]["limits"] = []
+with open(sys.argv[2], "w") as file:
+    json.dump(notes, file)
+END
+if report --notes "$scratch/notes.json" >"$scratch/out" 2>&1; then echo 'a row without a limit was taken'; exit 1; fi
+grep -qF 'no sentence says what limits kda_fused at batch 1' "$scratch/out"
+
+if python3 -c 'import matplotlib' 2>/dev/null; then
+  python3 "$root/bench/report.py" --results "$scratch" --page "$page"
+  for plot in roofline time_batch time_context host_threads; do
+    grep -q '<svg' "$scratch/$plot.svg" || { echo "no $plot.svg"; exit 1; }
+  done
+fi
+echo 'the page has the numbers, and malformed results are refused'

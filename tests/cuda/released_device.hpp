@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <k3/core/types.hpp>
+
+namespace k3::test {
+
+struct ReleasedRow {
+  id token, slot;
+  size position;
+};
+
+struct ReleasedRun {
+  std::vector<float> stream, logits;  // [R, hidden], [R, vocab]
+  std::vector<id> argmax;             // [R]
+  std::vector<unsigned> status;       // [R]
+};
+
+/// Embedding, three layers (KDA and dense, KDA and experts, MLA and experts) and head of the released sizes in bf16, on
+/// made-up weights; of 896 experts a few exist, under all the ids. Two sequences with a past: its states are the same
+/// before every run.
+class ReleasedModel {
+ public:
+  static constexpr size hidden = 7168, vocab = 163840, capacity = 70016;
+
+  virtual ~ReleasedModel() = default;
+  virtual ReleasedRun run(const std::vector<ReleasedRow>& rows, bool fixed_geometry) = 0;
+  /// Every operation by itself on two rows: those whose results are not all finite, or all zero.
+  virtual std::vector<std::string> faults_of_operations() = 0;
+};
+
+std::unique_ptr<ReleasedModel> make_released_model();
+
+}  // namespace k3::test

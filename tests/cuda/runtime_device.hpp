@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <k3/core/types.hpp>
+
+// How the operations behave as users of the CUDA runtime. Each function returns what is wrong, one line an operation.
+namespace k3::test {
+
+/// The operations, by name.
+std::vector<std::string> operations();
+
+/// Calls with no rows: what they put on a stream, and what error they leave behind.
+std::vector<std::string> faults_of_empty_calls();
+
+/// Calls on a non-blocking stream that is busy and gets the operands only after that, while another stream is being
+/// captured: results that are not those of a call alone; with `timed`, calls that waited.
+std::vector<std::string> faults_of_order(bool timed);
+
+/// Calls in a capture: what they cannot do there, calls that put nothing on the stream.
+std::vector<std::string> faults_of_capture();
+
+/// Calls on a stream whose capture has become invalid: other errors than CUDA's for that, errors left behind for the
+/// next call, and a next call that fails.
+std::vector<std::string> faults_of_errors();
+
+}  // namespace k3::test

@@ -1,0 +1,201 @@
+// SPDX-License-Identifier: Apache-2.0
+// The operations and the decoder as users of the CUDA runtime: streams, captures, errors, memory.
+
+#include <k3/model/synthetic.hpp>
+
+#include "cuda/decoder_device.hpp"
+#include "cuda/device_test.hpp"
+#include "cuda/runtime_device.hpp"
+#include "support/fixture.hpp"
+
+using namespace k3;
+using namespace k3::test;
+
+namespace {
+
+void check_none(const std::vector<std::string>& faults) {
+  for (const std::string& fault : faults) FAIL_CHECK(fault);
+  CHECK(operations().size() >= 18);
+}
+
+/// One row of slot 0.
+struct Token {
+  id token, slot = 0;
+  size position, row = 0;
+  bool wanted;
+  Token(id t, size p, bool w = true) : token(t), position(p), wanted(w) {}
+  DecoderBatch batch() const {
+    return {view(&token, 1), view(&slot, 1), view(&position, 1), view(&row, wanted ? 1 : 0)};
+  }
+};
+
+}  // namespace
+
+TEST_CASE("device case 76: calls without rows launch nothing and leave no error") {
+  check_none(faults_of_empty_calls());
+}
+
+TEST_CASE("device case 75: every operation can be captured") { check_none(faults_of_capture()); }
+
+TEST_CASE("device case 77: operations are ordered on their stream, beside another stream's capture") {
+  check_none(faults_of_order(!small_only()));
+}
+
+TEST_CASE("the first CUDA error is the one that is thrown, and none is left for a later call") {
+  check_none(faults_of_errors());
+}
+
+TEST_CASE("device case 77: so is the decoder's pass, and it waits for nothing") {
+  const K3CpuModel model = synthetic_small();
+  for (const bool half : {false, true}) {
+    RunnerOptions options;
+    options.half = half;
+    auto alone = make_device_runner(model, options), busy = make_device_runner(model, options);
+    feed(*alone, 0, {3, 14, 1}, 0, 3, true);
+    feed(*busy, 0, {3, 14, 1}, 0, 3, true);
+    for (size position = 3; position < 6; ++position) {  // the first of them is captured, the others are replayed
+      const Token step(static_cast<id>(position), position);
+      alone->forward(step.batch());
+      const bool returned = busy->forward_behind_work(step.batch());
+      INFO("position " << position << (half ? ", bf16" : ", float"));
+      if (!small_only()) CHECK(returned);
+      check(same_bits(busy->logits(), alone->logits()));
+    }
+    CHECK(busy->to_bytes(0) == alone->to_bytes(0));
+  }
+}
+
+TEST_CASE("device decoder: a pass that CUDA refuses stops its sequences, and nothing else") {
+  const K3CpuModel model = synthetic_small();
+  for (const bool wanted : {true, false}) {  // a step to be captured; a pass that is not
+    RunnerOptions options;
+    options.slots = 2;
+    auto runner = make_device_runner(model, options);
+    feed(*runner, 1, {5, 6}, 0, 2, true);
+    const std::vector<unsigned char> other = runner->to_bytes(1);
+    feed(*runner, 0, {3, 14, 1}, 0, 3, true);
+    const Token step(7, 3, wanted);
+    CHECK_THROWS_AS(runner->forward_in_invalid_capture(step.batch()), cuda_error);
+    CHECK(left_behind().empty());
+    CHECK(runner->slot_status(0) == RowStatus::interrupted);
+    CHECK_THROWS_AS(runner->forward(step.batch()), invalid_argument);
+    CHECK_THROWS_AS(runner->to_bytes(0), invalid_argument);
+    CHECK_THROWS_AS(runner->argmax(0), invalid_argument);
+    CHECK(runner->slot_status(1) == RowStatus::ok);
+    CHECK(runner->to_bytes(1) == other);
+
+    // Reset, it is a sequence like any other.
+    auto fresh = make_device_runner(model, options);
+    runner->reset(0);
+    for (DeviceRunner* one : {runner.get(), fresh.get()}) {
+      feed(*one, 0, {3, 14, 1}, 0, 3, true);
+      one->forward(Token(7, 3).batch());
+    }
+    check(same_bits(runner->logits(), fresh->logits()));
+  }
+}
+
+TEST_CASE("device decoder: a pass whose observer throws stops its sequences") {
+  const K3CpuModel model = synthetic_small();
+  auto runner = make_device_runner(model, {});
+  const Token first(3, 0), second(4, 1);
+  runner->forward(first.batch());
+  const auto watch = [](const std::string& part, size layer, std::vector<float>&) {
+    if (part == "attn_out" && layer == 1) throw std::runtime_error("enough");
+  };
+  CHECK_THROWS_WITH(runner->forward(second.batch(), watch), "enough");
+  CHECK(runner->slot_status(0) == RowStatus::interrupted);
+  CHECK(runner->position(0) == 1);
+}
+
+TEST_CASE("device decoder: an observer changes no bits") {
+  const Fixture& f = fixture("k3-tiny-5l");
+  for (const bool half : {false, true}) {
+    RunnerOptions options;
+    options.half = half;
+    auto plain = make_device_runner(f.model, options), watched = make_device_runner(f.model, options);
+    size seen = 0;
+    for (size position = 0; position < 4; ++position) {
+      const Token step(f.ids(2)[position], position);
+      plain->forward(step.batch());
+      watched->forward(step.batch(), [&](const std::string&, size, std::vector<float>&) { ++seen; });
+      check(same_bits(watched->logits(), plain->logits()));
+    }
+    CHECK(seen > 4 * 5 * f.model.graph.layers.size());
+    CHECK(watched->to_bytes(0) == plain->to_bytes(0));
+  }
+}
+
+TEST_CASE("device caches: with a mixer on the host they hold and take the same bytes") {
+  const Fixture& f = fixture("k3-tiny-5l");
+  const std::vector<id> ids = f.ids(1), generated = f.generated(1);
+  for (const bool half : {false, true}) {
+    RunnerOptions options, kda, mla;
+    options.half = kda.half = mla.half = half;
+    kda.kda_on_host = mla.mla_on_host = true;
+    auto device = make_device_runner(f.model, options);
+    feed(*device, 0, ids, 0, ids.size(), true);
+    const std::vector<unsigned char> prefix = device->to_bytes(0);
+    for (const RunnerOptions& with_host : {kda, mla}) {
+      auto mixed = make_device_runner(f.model, with_host);
+      mixed->from_bytes(0, prefix);
+      CHECK(mixed->to_bytes(0) == prefix);
+      CHECK(mixed->position(0) == ids.size());
+      std::vector<id> sequence = ids;
+      for (size i = 0; i < 3; ++i) {
+        sequence.push_back(generated[i]);
+        feed(*mixed, 0, sequence, sequence.size() - 1, 1, true);
+        if (!half) CHECK(mixed->argmax(0) == generated[i + 1]);
+      }
+      const std::vector<float> once = mixed->logits();
+      // What a bad blob, a restored one and a rollback do.
+      std::vector<unsigned char> cut = prefix;
+      cut.pop_back();
+      const std::vector<unsigned char> now = mixed->to_bytes(0);
+      CHECK_THROWS_AS(mixed->from_bytes(0, cut), format_error);
+      CHECK(mixed->to_bytes(0) == now);
+      mixed->from_bytes(0, prefix);
+      feed(*mixed, 0, sequence, ids.size(), 2, true);
+      mixed->mark();
+      for (int again = 0; again < 2; ++again) {
+        feed(*mixed, 0, sequence, sequence.size() - 1, 1, true);
+        check(same_bits(mixed->logits(), once));
+        mixed->back_to_mark();
+      }
+      mixed->reset(0);
+      CHECK(mixed->position(0) == 0);
+      feed(*mixed, 0, ids, 0, ids.size(), true);
+      if (!half) CHECK(mixed->argmax(0) == generated[0]);
+    }
+  }
+}
+
+TEST_CASE("device model: every weight arrives with its bytes, with progress and as planned") {
+  for (const char* name : fixture_names) {
+    if (small_only() && std::string(name) != "k3-tiny-5l") continue;
+    INFO(name);
+    CHECK(fault_of_moved_model(fixture(name).model) == "");
+  }
+}
+
+TEST_CASE("device cache: one that does not fit is refused and leaves nothing allocated") {
+  const K3CpuModel model = synthetic_small();
+  REQUIRE(model.graph.layers.front().mixer == MixerKind::Kda);  // is allocated before the first MLA layer fails
+  REQUIRE(model.graph.mla_count() > 0);
+  size lost = 0;
+  const std::string refusal = refuse_cache(model, 64, size{1} << 30, lost);
+  INFO(refusal);
+  CHECK(refusal.find("cudaMalloc of") != std::string::npos);
+  CHECK(lost == 0);
+  CHECK(left_behind().empty());
+}
+
+TEST_CASE("device decoder: steps take no memory") {
+  const Fixture& f = fixture("k3-tiny-5l");
+  auto runner = make_device_runner(f.model, {});
+  greedy(*runner, f.ids(1), 2);
+  runner->reset(0);
+  const size before = free_bytes();
+  greedy(*runner, f.ids(1), small_only() ? 4 : 16);
+  CHECK(free_bytes() == before);
+}
