@@ -22,8 +22,7 @@ END
 # All files that a run's results depend on.
 digest() {
   {
-    find include kernels tests/cuda tests/support tests/data examples/data tests/gpu.sh -type f \
-      ! -name '*.md' ! -name '*.pyc' -print0
+    find include kernels tests/cuda tests/support tests/data examples/data -type f ! -name '*.md' ! -name '*.pyc' -print0
     find tests bench examples -type f \( -name '*.cu' -o -name '*.cuh' \) ! -path 'tests/cuda/*' -print0
   } | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d' ' -f1
 }
@@ -93,7 +92,7 @@ cases() {
        }
        END {
          for (i = 1; i <= count; ++i)
-           printf "%s{\"name\":\"%s\",\"result\":\"%s\"}", i > 1 ? "," : "", names[i], result[names[i]]
+           printf "%s{\"name\":\"%s\",\"result\":\"%s\"}", (i > 1 ? "," : ""), names[i], result[names[i]]
        }' "$1"
 }
 
