@@ -22,7 +22,8 @@ END
 # All files that a run's results depend on.
 digest() {
   {
-    find include kernels tests/cuda tests/support tests/data examples/data -type f ! -name '*.md' ! -name '*.pyc' -print0
+    find include kernels tests/cuda tests/support tests/data examples/data -type f \
+      ! -name '*.md' ! -name '*.pyc' -print0
     find tests bench examples -type f \( -name '*.cu' -o -name '*.cuh' \) ! -path 'tests/cuda/*' -print0
   } | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d' ' -f1
 }
