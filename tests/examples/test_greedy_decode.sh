@@ -12,28 +12,8 @@ model=$1/examples/data/austen
 fixture=$1/tests/data/k3-tiny-5l
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-failures=0 checks=0
-
-# expect STATUS WORDS ARGUMENT...: the program ends with STATUS within a minute, and standard error has WORDS.
-expect() {
-  local status=$1 words=$2 got
-  shift 2
-  timeout 60 "$program" "$@" >"$scratch/out" 2>"$scratch/err"
-  got=$?
-  checks=$((checks + 1))
-  if [ "$got" != "$status" ] || ! grep -qF -- "$words" "$scratch/err"; then
-    echo "greedy_decode $*: exit $got, expected $status with \"$words\"; it said: $(tail -n 1 "$scratch/err")"
-    failures=$((failures + 1))
-  fi
-}
-# same WHAT GOT WANT
-same() {
-  checks=$((checks + 1))
-  if [ "$2" != "$3" ]; then
-    echo "$1: got $2, expected $3"
-    failures=$((failures + 1))
-  fi
-}
+# shellcheck source-path=SCRIPTDIR
+. "$(dirname "$0")/expect.sh"
 
 expect 2 'either --prompt or --ids' "$model" --max-new 1
 expect 2 'either --prompt or --ids' "$model" --max-new 1 --prompt a --ids 1

@@ -11,28 +11,9 @@ program=$K3_EXAMPLES/k3
 model=$1/examples/data/austen
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-failures=0 checks=0
+# shellcheck source-path=SCRIPTDIR
+. "$(dirname "$0")/expect.sh"
 
-# expect STATUS WORDS ARGUMENT...: the program ends with STATUS within a minute, and standard error has WORDS.
-expect() {
-  local status=$1 words=$2 got
-  shift 2
-  timeout 60 "$program" "$@" >"$scratch/out" 2>"$scratch/err" </dev/null
-  got=$?
-  checks=$((checks + 1))
-  if [ "$got" != "$status" ] || { [ -n "$words" ] && ! grep -qF -- "$words" "$scratch/err"; }; then
-    echo "k3 $*: exit $got, expected $status with \"$words\"; it said: $(tail -n 1 "$scratch/err")"
-    failures=$((failures + 1))
-  fi
-}
-# same WHAT GOT WANT
-same() {
-  checks=$((checks + 1))
-  if [ "$2" != "$3" ]; then
-    echo "$1: got $2, expected $3"
-    failures=$((failures + 1))
-  fi
-}
 # has WHAT WORDS: the last run's standard output has WORDS.
 has() {
   checks=$((checks + 1))

@@ -130,4 +130,24 @@ inline size resident_bytes(const std::string& path) {
   return total;
 }
 
+/// Writes packed experts as plain F32 matrices of the same values.
+inline void unpack_experts(MutableCheckpoint& checkpoint) {
+  std::vector<StoredTensor> tensors;
+  for (const StoredTensor& packed : checkpoint.tensors) {
+    if (packed.name.ends_with(".weight_scale")) continue;
+    tensors.push_back(packed);
+    if (!packed.name.ends_with(".weight_packed")) continue;
+    const std::string name = packed.name.substr(0, packed.name.size() - 7);
+    const StoredTensor& scale = checkpoint.at(name + "_scale");
+    std::vector<float> values;
+    for (size i = 0; i < 2 * packed.bytes.size(); ++i) {
+      const auto byte = static_cast<unsigned char>(packed.bytes[i / 2]);
+      const auto code = static_cast<std::uint8_t>(i % 2 == 0 ? byte & 15 : byte >> 4);
+      values.push_back(e2m1_value(code) * e8m0_value(static_cast<std::uint8_t>(scale.bytes[i / 32])));
+    }
+    tensors.back() = {name, "F32", {packed.shape[0], 2 * packed.shape[1]}, bytes_of<float>(values), packed.shard};
+  }
+  checkpoint.tensors = tensors;
+}
+
 }  // namespace k3::test

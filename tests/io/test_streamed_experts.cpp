@@ -99,24 +99,7 @@ TEST_CASE("streaming: odd addresses, plain matrices and experts in another order
   const bool plain = GENERATE(false, true), reversed = GENERATE(false, true);
   checkpoint.extra_spaces = GENERATE(0u, 1u, 3u);
   CAPTURE(plain, reversed, checkpoint.extra_spaces);
-  if (plain) {
-    std::vector<StoredTensor> tensors;
-    for (const StoredTensor& packed : checkpoint.tensors) {
-      if (packed.name.ends_with(".weight_scale")) continue;
-      tensors.push_back(packed);
-      if (!packed.name.ends_with(".weight_packed")) continue;
-      const std::string name = packed.name.substr(0, packed.name.size() - 7);
-      const StoredTensor& scale = checkpoint.at(name + "_scale");
-      std::vector<float> values;
-      for (size i = 0; i < 2 * packed.bytes.size(); ++i) {
-        const auto byte = static_cast<unsigned char>(packed.bytes[i / 2]);
-        const auto code = static_cast<std::uint8_t>(i % 2 == 0 ? byte & 15 : byte >> 4);
-        values.push_back(e2m1_value(code) * e8m0_value(static_cast<std::uint8_t>(scale.bytes[i / 32])));
-      }
-      tensors.back() = {name, "F32", {packed.shape[0], 2 * packed.shape[1]}, bytes_of<float>(values), packed.shard};
-    }
-    checkpoint.tensors = tensors;
-  }
+  if (plain) unpack_experts(checkpoint);
   if (reversed) std::reverse(checkpoint.tensors.begin(), checkpoint.tensors.end());
   const ScratchFolder folder;
   checkpoint.write(folder);

@@ -8,6 +8,7 @@
 #include <k3/geometry/presets.hpp>
 #include <k3/ops/latent_moe_forward.hpp>
 
+#include "ops/thrown_by.hpp"
 #include "support/compare.hpp"
 
 namespace k3::test {
@@ -197,16 +198,6 @@ auto elements(const V& matrix) {
   for (std::size_t row = 0; row < matrix.extent(0); ++row)
     for (std::size_t i = 0; i < matrix.extent(1); ++i) values.push_back(matrix(row, i));
   return values;
-}
-
-template <class F>
-std::string thrown_by(F&& f) {
-  try {
-    f();
-  } catch (const invalid_argument& e) {
-    return e.operation() + "/" + e.argument();
-  }
-  return "nothing thrown";
 }
 
 /// A source that counts how often each expert is fetched and can refuse one.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "ops/thrown_by.hpp"
 #include "support/compare.hpp"
 #include "support/ops_fixture.hpp"
 
@@ -71,16 +72,6 @@ Problem random_problem(std::size_t stored, std::size_t rows, std::size_t hidden,
           exact(random_normal((stored + 1) * rows * hidden, seed)),
           exact(random_normal(hidden, seed + 1)),
           exact(random_normal(hidden, seed + 2, score / std::sqrt(static_cast<double>(hidden))))};
-}
-
-template <class F>
-std::string thrown_by(F&& f) {
-  try {
-    f();
-  } catch (const invalid_argument& e) {
-    return e.operation() + "/" + e.argument();
-  }
-  return "nothing thrown";
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "ops/thrown_by.hpp"
 #include "support/compare.hpp"
 #include "support/ops_fixture.hpp"
 
@@ -51,16 +52,6 @@ Routed<double> naive_route(const std::vector<double>& logits, const std::vector<
     }
   }
   return r;
-}
-
-template <class F>
-std::string thrown_by(F&& f) {
-  try {
-    f();
-  } catch (const invalid_argument& e) {
-    return e.operation() + "/" + e.argument();
-  }
-  return "nothing thrown";
 }
 
 template <class Real>
