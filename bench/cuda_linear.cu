@@ -6,10 +6,7 @@
 #include <string>
 #include <vector>
 
-#include <k3/cuda/argmax.cuh>
-#include <k3/cuda/attnres_norm.cuh>
 #include <k3/cuda/dense_mlp.cuh>
-#include <k3/cuda/rms_norm.cuh>
 
 #include "cuda_harness.cuh"
 
@@ -40,21 +37,15 @@ class Bench {
   DeviceView<T, 2> rows(size which, size count, size columns) {
     return device_view(reinterpret_cast<T*>(scratch_.data() + which * (size{8} << 20)), count, columns);
   }
-  template <class T>
-  T* part(size bytes_from) {
-    return reinterpret_cast<T*>(scratch_.data() + bytes_from / 2);
-  }
-
-  /// One of the calls in a graph that rotates through at least 400 MB of weights, or of `least` calls.
+  /// One of the calls in a graph that rotates through at least 400 MB of weights.
   template <class Work>
-  Timing time(const std::string& name, size batch, double bytes, Work&& work, int least = 4) {
-    const int calls = std::clamp(static_cast<int>(4e8 / bytes) + 1, least, 64);
+  void time(const std::string& name, size batch, double bytes, Work&& work) {
+    const int calls = std::clamp(static_cast<int>(4e8 / bytes) + 1, 4, 64);
     const Timing t = measure(stream_, static_cast<size>(calls), report_.replays(21), [&] {
       for (int i = 0; i < calls; ++i) work(gpu{stream_});
     });
     report_.add(name, batch, 0, t, bytes);
     sum_.median_us += t.median_us, sum_.low_us += t.low_us, sum_.high_us += t.high_us, bytes_ += bytes;
-    return t;
   }
   /// Some tenths of a second of work: the first tenth after a pause is slower by up to 10 %.
   void warm_up() {
@@ -148,37 +139,6 @@ void run_batch(Bench& b, size batch) {
   b.sum(nullptr, batch);
 }
 
-/// Operations on rows, in L2-sized graphs of 32 calls.
-void run_rows(Bench& b, size batch) {
-  const size hidden = 7168;
-  const auto vector = [&](size at) { return device_view(static_cast<const bf16*>(b.part<bf16>(at)), hidden); };
-  size set = 0;
-  const double bytes = static_cast<double>(batch * hidden) * 2 * 10 + 3.0 * 2 * static_cast<double>(hidden);
-  const auto mix = [&](const gpu& exec) {
-    // Sources from the pool, another set each time.
-    const auto sources = b.weight(9 * batch, hidden);
-    const auto* data = static_cast<const bf16*>(sources.data);
-    set = (set + 1) % 64;
-    attnres_norm(exec, device_view(data, size{8}, batch, hidden), device_view(data + 8 * batch * hidden, batch, hidden),
-                 vector(set << 16), vector((64 + set) << 16), 1e-5f, vector((128 + set) << 16), 1e-5f,
-                 b.rows(6, batch, hidden));
-  };
-  b.time("attnres_norm", batch, bytes, mix, 32);
-  const auto norm = [&](const gpu& exec) {
-    rms_norm(exec, b.rows(0, batch, 3584), device_view(b.part<bf16>(size{100} << 16), size{3584}), 1e-6f,
-             b.rows(1, batch, 3584));
-  };
-  b.time("RMSNorm 3584", batch, static_cast<double>(batch) * 3584 * 4, norm, 32);
-  const DeviceBuffer<id> ids(batch);
-  DeviceArgmaxWorkspace workspace(batch);
-  const auto* logits = static_cast<const float*>(b.weight(batch * 2, 163840).data);
-  const auto choose = [&](const gpu& exec) {
-    argmax(exec, device_view(logits, batch, size{163840}), workspace, ids.view(batch));
-  };
-  b.time("arg-max 163840 (L2)", batch, static_cast<double>(batch) * 163840 * 4, choose, 32);
-  b.sum(nullptr, batch);
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -186,9 +146,6 @@ int main(int argc, char** argv) {
     Report report(argc, argv);
     Bench bench(report);
     bench.warm_up();
-    for (const size batch : report.batches()) {
-      run_batch(bench, batch);
-      run_rows(bench, batch);
-    }
+    for (const size batch : report.batches()) run_batch(bench, batch);
   });
 }

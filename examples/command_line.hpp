@@ -2,10 +2,15 @@
 #pragma once
 // What the programs' command lines share: numbers, ids, the choice of a backend, exit status.
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <charconv>
+#include <cstdlib>
 #include <filesystem>
 #include <iostream>
+#include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -15,6 +20,7 @@
 
 #include <k3/io/checkpoint.hpp>
 #include <k3/io/tokenizer.hpp>
+#include <k3/version.hpp>
 
 #include "cuda_backend.hpp"
 
@@ -44,20 +50,35 @@ inline std::vector<k3::id> parse_ids(const std::string& option, const std::strin
   return ids;
 }
 
+/// Throws where one of an option's ids is no token of the model.
+inline void check_ids(const std::string& option, const std::vector<k3::id>& ids, const k3::K3Config& config) {
+  for (const k3::id token : ids)
+    if (static_cast<std::size_t>(token) >= config.vocab_size)
+      throw UsageError(option + ": " + std::to_string(token) + " is outside the vocabulary of " +
+                       std::to_string(config.vocab_size));
+}
+
 /// The options that choose how a model is run.
 inline void describe_engine(CLI::App& app, EngineOptions& options) {
   app.add_option("--backend", options.backend, "host or cuda")
       ->check(CLI::IsMember({"host", "cuda"}))
       ->capture_default_str();
-  app.add_option("--threads", options.threads, "threads; 0: all cores")
-      ->check(CLI::Range(0, 4096))
-      ->capture_default_str();
+  // As text: the command line's own conversion takes octal and hexadecimal.
+  const auto set_threads = [&options](const std::string& text) {
+    try {
+      options.threads = static_cast<int>(parse_number("--threads", text, 4096));
+    } catch (const UsageError& problem) {
+      throw CLI::ValidationError(problem.what());
+    }
+  };
+  app.add_option_function<std::string>("--threads", set_threads, "threads; 0: all cores")->default_str("0");
   app.add_option("--precision", options.precision, "fp32, fp64 or bf16: activations and caches")
       ->check(CLI::IsMember({"fp32", "fp64", "bf16"}))
       ->capture_default_str();
 }
 
 inline void check_engine(const EngineOptions& options) {
+  k3::environment();  // its mistakes too come before anything is opened
   if (options.backend != "cuda") return;
   if (!cuda_backend_built()) throw UsageError("--backend cuda: this program was built without CUDA");
   if (options.threads != 0) throw UsageError("--backend cuda takes no --threads");
@@ -96,10 +117,7 @@ inline std::vector<k3::id> stop_tokens(const std::optional<std::string>& option,
   if (option == "none") return {};
   if (option) {
     const std::vector<k3::id> ids = parse_ids("--eos", *option);
-    for (const k3::id token : ids)
-      if (static_cast<std::size_t>(token) >= config.vocab_size)
-        throw UsageError("--eos: " + std::to_string(token) + " is outside the vocabulary of " +
-                         std::to_string(config.vocab_size));
+    check_ids("--eos", ids, config);
     return ids;
   }
   std::vector<k3::id> ids = config.eos_token_ids;
@@ -121,6 +139,22 @@ inline void print_layer_map(const k3::K3CpuModel& model) {
   std::fprintf(stderr, "%zu layers: %zu KDA, %zu MLA; hidden %zu, vocabulary %zu\n", model.graph.layers.size(),
                model.graph.kda_count(), model.graph.mla_count(), model.config.hidden_size, model.config.vocab_size);
   std::fprintf(stderr, "layer map (K KDA, M MLA; d dense, e experts): %s\n", layer_map(model.graph).c_str());
+  for (const std::string& key : model.config.unread_keys)
+    std::fprintf(stderr, "config.json: %s is a key that was not read\n", key.c_str());
+}
+
+/// Opens /dev/null, the wrong way round, in place of standard streams that are closed: a file opened later would get
+/// their numbers. Reading or writing them then fails as it would have.
+inline void fill_standard_streams() {
+  for (int stream = 0; stream < 3; ++stream)
+    if (::fcntl(stream, F_GETFD) < 0) static_cast<void>(::open("/dev/null", stream == 0 ? O_WRONLY : O_RDONLY));
+}
+
+/// Starts the program again with OMP_WAIT_POLICY=passive where the environment says nothing of it: OpenMP reads it
+/// before main. Threads that wait actively for each other stand still where other programs have the processors.
+inline void wait_passively(char** argv) {
+  if (std::getenv("OMP_WAIT_POLICY") || ::setenv("OMP_WAIT_POLICY", "passive", 1) != 0) return;
+  ::execv("/proc/self/exe", argv);  // returns only where that is not possible, and then nothing is lost but speed
 }
 
 /// Runs a program: parse, then `run`, which returns the exit status. 2 for a mistake in the call, 1 for anything else,
@@ -131,18 +165,29 @@ int run_program(CLI::App& app, int argc, char** argv, const std::string& name, R
     std::cerr << name << ": " << what << (status == 2 ? " (--help explains)\n" : "\n");
     return status;
   };
+  fill_standard_streams();
+  wait_passively(argv);
+  app.set_version_flag("--version", name + " " + k3::version_string);
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
     std::cout << app.help() << std::flush;
     return std::cout ? 0 : complain("standard output cannot be written", 1);
+  } catch (const CLI::CallForVersion& problem) {
+    std::cout << problem.what() << std::endl;
+    return std::cout ? 0 : complain("standard output cannot be written", 1);
   } catch (const CLI::ParseError& problem) {
+    const bool no_subcommand = app.get_require_subcommand_min() > 0 && app.get_subcommands().empty();
+    if (no_subcommand && !app.remaining().empty())
+      return complain(("\"" + k3::detail::printable(app.remaining()[0]) + "\" is no subcommand").c_str(), 2);
     return complain(problem.what(), 2);
   }
   try {
     return run();
   } catch (const UsageError& problem) {
     return complain(problem.what(), 2);
+  } catch (const std::bad_alloc&) {
+    return complain("there is not enough memory", 1);
   } catch (const std::exception& problem) {
     return complain(problem.what(), 1);
   }

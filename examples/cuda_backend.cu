@@ -6,41 +6,48 @@
 
 namespace {
 
-struct Stream {
-  cudaStream_t stream = nullptr;
-  Stream() {
-    k3::detail::check_cuda("make_cuda_engine", "cudaStreamCreate",
-                           cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  }
-  ~Stream() { static_cast<void>(cudaStreamDestroy(stream)); }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-};
+using Read = std::function<void(const void*, std::size_t, std::byte*)>;
+
+Read reader(const EngineOptions& options) { return options.read ? options.read : Read(k3::CopyWeights{}); }
 
 template <class P>
 struct DeviceParts {
-  Stream stream;
+  k3::DeviceStream stream;
   k3::K3DeviceModel model;
   k3::DeviceDecoder<P> decoder;
 
   DeviceParts(const k3::K3CpuModel& host_model, const EngineOptions& options, const MoveProgress& progress)
-      : model(host_model, progress),
-        decoder(k3::gpu{stream.stream}, model, options.capacity, options.rows, 1, k3::Ablation::from_env()) {}
+      : model(k3::WithoutExperts{}, host_model, progress, reader(options)),
+        decoder(k3::gpu{stream}, model, options.capacity, options.rows, 1, k3::Ablation::from_env()) {}
 };
 
-/// Owns what the engine refers to; the base comes first so that it is there in time.
+/// Owns what the engine refers to; the base comes first so that it is there in time. Experts come last, into the memory
+/// that is left.
 template <class P>
 class DeviceEngine : DeviceParts<P>, public EngineOf<k3::DeviceDecoder<P>, k3::DeviceHybridCache<P>> {
  public:
   DeviceEngine(const k3::K3CpuModel& model, const EngineOptions& options, const MoveProgress& progress)
       : DeviceParts<P>(model, options, progress),
         EngineOf<k3::DeviceDecoder<P>, k3::DeviceHybridCache<P>>(this->decoder,
-                                                                 this->decoder.make_cache(1, options.capacity)) {}
+                                                                 this->decoder.make_cache(1, options.capacity)) {
+    constexpr k3::size most = k3::K3DeviceModel::automatic - 1;
+    const std::uint64_t memory = options.gpu_memory.value_or(most);
+    this->model.place_experts(memory == EngineOptions::automatic ? k3::K3DeviceModel::automatic : memory, progress);
+  }
+
+  std::optional<ExpertUse> experts() const override {
+    const k3::ExpertCache* const cache = this->model.expert_cache();
+    if (!cache) return ExpertUse{};
+    const k3::ExpertCacheStatistics s = cache->statistics();
+    return ExpertUse{cache->slots(), cache->memory(), s.hits, s.misses, s.bytes_copied};
+  }
 };
 
 }  // namespace
 
 bool cuda_backend_built() { return true; }
+
+std::shared_ptr<std::byte> gpu_host_memory(std::size_t bytes) { return k3::pinned_memory(bytes); }
 
 std::unique_ptr<Engine> make_cuda_engine(const k3::K3CpuModel& model, const EngineOptions& options,
                                          const MoveProgress& progress) {

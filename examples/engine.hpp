@@ -1,12 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <k3/model/greedy_decode.hpp>
+
+/// Routed experts on a GPU.
+struct ExpertUse {
+  std::size_t slots = 0;  ///< 0: all are there
+  std::uint64_t memory = 0, hits = 0, misses = 0, bytes_copied = 0;
+
+  double hit_rate() const {
+    return hits + misses == 0 ? 0 : static_cast<double>(hits) / static_cast<double>(hits + misses);
+  }
+};
 
 /// One sequence of a model on some backend in some precision: what greedy_decode and k3 run.
 class Engine {
@@ -22,6 +35,8 @@ class Engine {
   /// k3::greedy_decode, continuing the sequence.
   virtual Result decode(const std::vector<k3::id>& prompt, const k3::GreedyOptions& options,
                         const std::function<void(k3::id)>& on_token) = 0;
+  /// What was streamed to a GPU; nothing on the host.
+  virtual std::optional<ExpertUse> experts() const { return std::nullopt; }
 };
 
 /// How to run a model. `precision`: fp32, bf16 or, on the host, fp64.
@@ -30,6 +45,11 @@ struct EngineOptions {
   int threads = 0;
   std::size_t capacity = 1;  ///< positions of the cache
   std::size_t rows = 32;     ///< tokens of a prompt that go through the model together
+  /// On a GPU: bytes for routed experts; nothing: all of them, `automatic`: what is free.
+  std::optional<std::uint64_t> gpu_memory{};
+  static constexpr std::uint64_t automatic = ~std::uint64_t{0};
+  /// On a GPU: fetches weights from where the model has them; null: they are copied.
+  std::function<void(const void* from, std::size_t bytes, std::byte* to)> read{};
 };
 
 /// Told how many bytes have been moved to the device, and how many there are.

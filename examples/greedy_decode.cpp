@@ -110,14 +110,27 @@ void print_summary(std::size_t prompt, std::size_t tokens, double prefill, doubl
                std::string(stop) == "eos" ? "an end token" : "the requested length");
 }
 
+// A bar is erased when its Progress ends, so each lives no longer than what it shows.
+k3::K3CpuModel open_model(const std::string& folder, const std::shared_ptr<const k3::Safetensors>& files) {
+  Progress progress("opening");
+  return k3::from_pretrained(folder, files, std::ref(progress));
+}
+
+std::unique_ptr<Engine> start_engine(const k3::K3CpuModel& model, const EngineOptions& options) {
+  Progress upload("to the GPU, MB");
+  return make_engine(model, options, [&](std::size_t done, std::size_t total) { upload(done >> 20, total >> 20); });
+}
+
 void run(Arguments& arguments) {
+  k3::catch_lost_pages();
   arguments.max_new = parse_number("--max-new", arguments.max_new_text, 0x7fffffff);
   check_usage(arguments);
   const std::optional<k3::Tokenizer> tokenizer = find_tokenizer(arguments.model);
   const std::vector<k3::id> prompt = prompt_tokens(arguments, tokenizer);
-  Progress progress("opening");
-  const k3::K3CpuModel model = k3::from_pretrained(arguments.model, std::ref(progress));
+  const auto files = std::make_shared<const k3::Safetensors>(k3::open_safetensors_set(arguments.model));
+  const k3::K3CpuModel model = open_model(arguments.model, files);
   check_vocabulary(arguments.model, tokenizer, model.config);
+  if (arguments.ids) check_ids("--ids", prompt, model.config);
   const std::vector<k3::id> eos = stop_tokens(arguments.eos, model.config, tokenizer);
   const std::size_t limit = model.config.max_position_embeddings;
   if (prompt.size() > limit || arguments.max_new > limit - prompt.size())
@@ -125,17 +138,16 @@ void run(Arguments& arguments) {
                      std::to_string(arguments.max_new) + " tokens, above max_position_embeddings, " +
                      std::to_string(limit));
   print_layer_map(model);
-  Progress upload("to the GPU, MB");
   arguments.engine.capacity = prompt.size() + arguments.max_new;
   arguments.engine.rows = std::min<std::size_t>(32, prompt.size());
-  const auto engine = make_engine(model, arguments.engine,
-                                  [&](std::size_t done, std::size_t total) { upload(done >> 20, total >> 20); });
+  const std::unique_ptr<Engine> engine = start_engine(model, arguments.engine);
   TokenPrinter print(tokenizer, eos, arguments.json);
   const Clock::time_point start = Clock::now();
   Clock::time_point first = start;
   bool any = false;
   const Engine::Result result = engine->decode(prompt, {arguments.max_new, eos, arguments.logits}, [&](k3::id token) {
     if (!std::exchange(any, true)) first = Clock::now();
+    files->require_whole();
     print(token);
   });
   const auto seconds = [](Clock::duration d) { return std::chrono::duration<double>(d).count(); };

@@ -4,6 +4,8 @@
 
 bool cuda_backend_built() { return false; }
 
+std::shared_ptr<std::byte> gpu_host_memory(std::size_t) { return nullptr; }
+
 std::unique_ptr<Engine> make_cuda_engine(const k3::K3CpuModel&, const EngineOptions&, const MoveProgress&) {
   throw k3::invalid_argument("make_engine", "backend", "cuda", "host: this program was built without CUDA");
 }

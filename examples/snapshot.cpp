@@ -12,7 +12,7 @@ int main(int argc, char** argv) try {
   const k3::Tokenizer tokenizer = k3::Tokenizer::from_directory(folder);
   const std::vector<k3::id> prefix = tokenizer.encode("It is a truth universally acknowledged, that");
   const std::vector<std::string> endings{" a single man", " Emma", " no one"};
-  bool same = true;
+  std::vector<k3::GreedyResult<float>> results;
 
   // example-begin snapshot
   k3::Decoder<k3::Fp32> decoder(k3::host{}, model);
@@ -23,15 +23,19 @@ int main(int argc, char** argv) try {
   for (const std::string& ending : endings) {
     const std::vector<k3::id> more = tokenizer.encode(ending);
     cache.restore(0, kept);
-    const auto result = k3::greedy_decode(decoder, cache, 0, k3::view(more), {.max_new = 12, .keep_logits = true});
-    std::cout << "..." << ending << "|" << tokenizer.decode(result.tokens) << "\n";
-    // example-end snapshot
+    results.push_back(k3::greedy_decode(decoder, cache, 0, k3::view(more), {.max_new = 12, .keep_logits = true}));
+    std::cout << "..." << ending << "|" << tokenizer.decode(results.back().tokens) << "\n";
+  }
+  // example-end snapshot
 
-    // The same from the start: not only these tokens, all logits must agree bit for bit.
+  // The same from the start: not only these tokens, all logits must agree bit for bit.
+  bool same = true;
+  for (std::size_t i = 0; i < endings.size(); ++i) {
+    const std::vector<k3::id> more = tokenizer.encode(endings[i]);
     std::vector<k3::id> whole = prefix;
     whole.insert(whole.end(), more.begin(), more.end());
     const auto fresh = k3::greedy_decode(k3::host{}, model, whole, {.max_new = 12, .keep_logits = true});
-    same = same && fresh.tokens == result.tokens && fresh.logits == result.logits;
+    same = same && fresh.tokens == results[i].tokens && fresh.logits == results[i].logits;
   }
   std::cout << prefix.size() << " tokens computed once, kept in " << kept.to_bytes().size()
             << " bytes; against decoding from the start: " << (same ? "the same bits" : "DIFFERENT") << "\n";

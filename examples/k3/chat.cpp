@@ -91,10 +91,11 @@ class Conversation {
     const std::size_t most = std::min(max_new_, room - prompt.size());
     k3::ChatParser parser(tokenizer_, thinking_);
     const std::vector<k3::id> tokens = decode_tokens(
-        *open_.engine, std::move(prompt), most, eos_,
+        open_, std::move(prompt), most, eos_,
         [&](k3::id token) { printer_.show(push_token(parser, tokenizer_, token)); }, statistics_);
     printer_.show(parser.finish());
     printer_.finish();
+    if (most < max_new_ && std::string(statistics_.stop) == "max_new") statistics_.stop = "context";
     if (json_) print_json_line("\"turn\":" + std::to_string(++turns_) + ",\"stop\":\"" + statistics_.stop + "\"");
     statistics_.stop = interrupted() ? "interrupted" : "input";
     // The last token has not been fed back; a reply that was cut short is closed.
@@ -122,6 +123,7 @@ class Conversation {
 
 int run(const Arguments& a) {
   const std::size_t max_new = parse_number("--max-new", a.max_new_text, 0x7fffffff);
+  if (max_new == 0) throw UsageError("--max-new: a reply needs at least one token");
   std::size_t context = parse_number("--context", a.context_text, 0x7fffffff);
   if (context == 0) throw UsageError("--context: a conversation needs at least one position");
   check_engine(a.engine);
@@ -131,7 +133,7 @@ int run(const Arguments& a) {
     throw k3::format_error(a.model, "", "has no tokenizer that names <|open|>, <|close|>, <|sep|> and <|end_of_msg|>");
   context = std::min(context, open.model.config.max_position_embeddings);
   print_layer_map(open.model);
-  start_engine(open, a.engine, context, 32);
+  start_engine(open, a.memory, a.engine, context, 32);
   Conversation conversation(a, open, max_new);
   const bool prompted = isatty(STDIN_FILENO) && !a.json;
   LineReader lines;

@@ -64,6 +64,7 @@ int run(const Arguments& a) {
   catch_interrupt();
   OpenModel open = open_model(a.model, a.memory, a.engine);
   const Prompt prompt = make_prompt(a, open.tokenizer);
+  if (a.ids) check_ids("--ids", prompt.ids, open.model.config);
   const std::size_t limit = open.model.config.max_position_embeddings;
   if (prompt.ids.size() > limit || max_new > limit - prompt.ids.size())
     throw UsageError("prompt + max-new is " + std::to_string(prompt.ids.size()) + " + " + std::to_string(max_new) +
@@ -71,7 +72,7 @@ int run(const Arguments& a) {
   std::vector<k3::id> eos = stop_tokens(a.eos, open.model.config, open.tokenizer);
   if (prompt.reply && !a.eos) eos.push_back(*open.tokenizer->special_id(k3::detail::chat_end));
   print_layer_map(open.model);
-  start_engine(open, a.engine, prompt.ids.size() + max_new, prompt.ids.size());
+  start_engine(open, a.memory, a.engine, prompt.ids.size() + max_new, prompt.ids.size());
   Statistics statistics;
   statistics.opening = open.seconds;
   statistics.experts = open.experts;
@@ -80,13 +81,13 @@ int run(const Arguments& a) {
     ReplyPrinter printer(form);
     k3::ChatParser parser(*open.tokenizer, prompt.thinking);
     decode_tokens(
-        *open.engine, prompt.ids, max_new, eos,
-        [&](k3::id token) { printer.show(push_token(parser, *open.tokenizer, token)); }, statistics);
+        open, prompt.ids, max_new, eos, [&](k3::id token) { printer.show(push_token(parser, *open.tokenizer, token)); },
+        statistics);
     printer.show(parser.finish());
     printer.finish();
   } else {
     TextPrinter printer(form, open.tokenizer, eos);
-    decode_tokens(*open.engine, prompt.ids, max_new, eos, [&](k3::id token) { printer.show(token); }, statistics);
+    decode_tokens(open, prompt.ids, max_new, eos, [&](k3::id token) { printer.show(token); }, statistics);
     printer.finish();
   }
   if (a.json) print_json_line(statistics_json(statistics));

@@ -29,6 +29,7 @@ struct Findings {
   std::size_t files = 0;
   std::uint64_t expert_tensors = 0;
   std::vector<std::string> others;  ///< files of the folder that are no part of the text model
+  std::optional<k3::id> tokenizer_end;
   std::optional<k3::format_error> problem;
 };
 
@@ -82,7 +83,7 @@ Findings look(const std::string& folder) {
       findings.expert_tensors += tensor.name.find(".experts.") != tensor.name.npos;
     }
     findings.config = k3::from_pretrained(folder, set).config;
-    find_tokenizer(folder);
+    if (const auto tokenizer = find_tokenizer(folder)) findings.tokenizer_end = tokenizer->special_id("[EOS]");
   } catch (const k3::format_error& problem) {
     findings.problem = problem;
     // The settings are worth telling all the same, if they can be read.
@@ -101,7 +102,13 @@ std::string grouped(std::uint64_t value) {
   return text;
 }
 
-void print_geometry(const k3::K3Config& c) {
+std::string short_text(float value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", static_cast<double>(value));
+  return text;
+}
+
+void print_geometry(const k3::K3Config& c, const std::optional<k3::id>& tokenizer_end) {
   const k3::K3Graph graph = k3::K3Graph::from_config(c);
   std::printf("%s, %zu layers: %zu KDA, %zu MLA; %zu dense, %zu with experts\n",
               c.attn_res_block_size > 0 ? "Kimi K3" : "Kimi-Linear", graph.layers.size(), graph.kda_count(),
@@ -111,7 +118,7 @@ void print_geometry(const k3::K3Config& c) {
               c.vocab_size, c.max_position_embeddings);
   std::printf("KDA: %zu heads of %zu, convolution %zu, gate %s, output gate %s\n", c.kda.heads, c.kda.head_dim,
               c.kda.conv_kernel,
-              c.kda.gate_lower_bound ? ("above " + std::to_string(*c.kda.gate_lower_bound)).c_str() : "unbounded",
+              c.kda.gate_lower_bound ? ("above " + short_text(*c.kda.gate_lower_bound)).c_str() : "unbounded",
               c.kda.use_full_rank_gate ? "of full rank" : "of low rank");
   std::printf("MLA: %zu heads of %zu + %zu, values %zu, ranks %zu and %zu, %s output gate\n", c.mla.heads,
               c.mla.qk_nope_head_dim, c.mla.qk_rope_head_dim, c.mla.v_head_dim, c.mla.q_lora_rank, c.mla.kv_lora_rank,
@@ -123,7 +130,9 @@ void print_geometry(const k3::K3Config& c) {
   if (c.attn_res_block_size > 0) std::printf("Attention Residuals: blocks of %zu layers\n", c.attn_res_block_size);
   std::string ends;
   for (const k3::id token : c.eos_token_ids) ends += (ends.empty() ? "" : ", ") + std::to_string(token);
+  if (tokenizer_end) ends += (ends.empty() ? "" : ", ") + std::to_string(*tokenizer_end) + " ([EOS] of the tokenizer)";
   std::printf("end tokens: %s\n", ends.empty() ? "none" : ends.c_str());
+  for (const std::string& key : c.unread_keys) std::printf("config.json: %s is a key that was not read\n", key.c_str());
 }
 
 void print_census(const Findings& f, const k3::TensorCensus& expected) {
@@ -177,6 +186,7 @@ ordered_json to_json(const Findings& f, const MemoryQuestion& how) {
     const MemoryNeed need = memory_need(*f.config, f.form, how);
     result["config"] = k3::config_to_json(*f.config, {false, f.form.mxfp4, 0});
     result["layers"] = layer_map(k3::K3Graph::from_config(*f.config));
+    result["unread_keys"] = f.config->unread_keys;
     result["expected"] = census_json(k3::planned_census(*f.config, f.form));
     result["memory"] = {{"context", how.context},
                         {"batch", how.batch},
@@ -215,7 +225,7 @@ int run(Arguments& a) {
   if (a.json) {
     std::cout << to_json(findings, a.how).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << std::endl;
   } else if (findings.config) {
-    print_geometry(*findings.config);
+    print_geometry(*findings.config, findings.tokenizer_end);
     print_census(findings, k3::planned_census(*findings.config, findings.form));
     print_memory(memory_need(*findings.config, findings.form, a.how), a.how);
     for (const std::string& name : findings.others)

@@ -92,9 +92,12 @@ int run(const Arguments& a) {
     throw UsageError(problem.what());
   }
   if (!whole) return interrupted_status;
-  if (a.hollow) return 0;
-  std::fprintf(stderr, "%s: %.3f GB of tensors in %.1f s, %.2f GB/s\n", a.out.c_str(), static_cast<double>(bytes) / 1e9,
-               watch.seconds(), static_cast<double>(bytes) / 1e9 / watch.seconds());
+  const double megabytes = static_cast<double>(bytes) / 1e6, seconds = watch.seconds();
+  if (a.hollow)
+    std::fprintf(stderr, "%s: hollow files, in place of %.3f MB of tensors\n", a.out.c_str(), megabytes);
+  else
+    std::fprintf(stderr, "%s: %.3f MB of tensors in %.1f s, %.0f MB/s\n", a.out.c_str(), megabytes, seconds,
+                 megabytes / seconds);
   return 0;
 }
 

@@ -8,6 +8,8 @@
 #include <cstdio>
 #include <fstream>
 
+#include <k3/io/weight_reader.hpp>
+
 #include "../progress.hpp"
 
 namespace {
@@ -70,11 +72,18 @@ void print_statistics(const Statistics& s) {
   if (tokens_per_second(s) > 0) std::fprintf(stderr, ", %.1f tokens/s", tokens_per_second(s));
   std::fprintf(stderr, "; %.1f MB read, peak memory %.1f MB; stopped at %s\n", static_cast<double>(bytes_read()) / 1e6,
                peak_megabytes(), stop_text(s.stop));
+  const auto megabytes = [](std::uint64_t bytes) { return static_cast<double>(bytes) / 1e6; };
+  if (s.gpu && s.gpu->slots == 0) std::fprintf(stderr, "experts: all on the GPU\n");
+  if (s.gpu && s.gpu->slots > 0)
+    std::fprintf(stderr,
+                 "experts on the GPU: %zu slots, %.1f MB; %.1f MB copied there, hit rate %.1f %% of %llu uses\n",
+                 s.gpu->slots, megabytes(s.gpu->memory), megabytes(s.gpu->bytes_copied), 100 * s.gpu->hit_rate(),
+                 static_cast<unsigned long long>(s.gpu->hits + s.gpu->misses));
   if (!s.experts) return;
   const k3::StreamingStatistics streamed = s.experts->statistics();
-  std::fprintf(stderr, "experts: %zu slots, %.1f MB; %.1f MB read from the files, hit rate %.1f %% of %llu uses\n",
-               s.experts->slots(), static_cast<double>(s.experts->memory()) / 1e6,
-               static_cast<double>(streamed.bytes_read) / 1e6, 100 * streamed.hit_rate(),
+  std::fprintf(stderr, "experts%s: %zu slots, %.1f MB; %.1f MB read from the files, hit rate %.1f %% of %llu uses\n",
+               s.gpu ? " on the host" : "", s.experts->slots(), megabytes(s.experts->memory()),
+               megabytes(streamed.bytes_read), 100 * streamed.hit_rate(),
                static_cast<unsigned long long>(streamed.hits + streamed.misses));
 }
 
@@ -90,6 +99,12 @@ std::string statistics_json(const Statistics& s) {
     const k3::StreamingStatistics streamed = s.experts->statistics();
     std::snprintf(text, sizeof text, ",\"expert_slots\":%zu,\"expert_bytes_read\":%llu,\"expert_hit_rate\":%.4f",
                   s.experts->slots(), static_cast<unsigned long long>(streamed.bytes_read), streamed.hit_rate());
+    json += text;
+  }
+  if (s.gpu) {
+    std::snprintf(text, sizeof text,
+                  ",\"gpu_expert_slots\":%zu,\"gpu_expert_bytes_copied\":%llu,\"gpu_expert_hit_rate\":%.4f",
+                  s.gpu->slots, static_cast<unsigned long long>(s.gpu->bytes_copied), s.gpu->hit_rate());
     json += text;
   }
   return json;
@@ -132,26 +147,50 @@ std::uint64_t memory_for_experts(const k3::Safetensors& files) {
 }  // namespace
 
 void describe_memory(CLI::App& app, ExpertMemory& memory) {
-  app.add_option("--host-memory", memory.memory,
+  const auto given = [](const std::string& text) { return std::string(text.empty() ? "needs a number of bytes" : ""); };
+  app.add_option("--host-memory", memory.host,
                  "read routed experts on demand into this much memory: bytes, such as 800M or 8G, or auto; without it "
-                 "the files are mapped");
+                 "the files are mapped, or, with --backend cuda, read through room for 8 experts")
+      ->check(given, "");
+  app.add_option("--gpu-memory", memory.gpu,
+                 "with --backend cuda: memory for routed experts on the GPU, bytes or auto: what the rest leaves free "
+                 "(the default); what does not fit is read on demand")
+      ->check(given, "");
 }
 
+namespace {
+
+/// What an option of describe_memory says in bytes; `automatic()` where it says auto.
+template <class Automatic>
+std::uint64_t bytes_of(const std::string& option, const std::string& text, Automatic&& automatic) {
+  return text == "auto" ? automatic() : parse_bytes(option, text);
+}
+
+}  // namespace
+
 OpenModel open_model(const std::string& folder, const ExpertMemory& memory, const EngineOptions& engine) {
-  if (!memory.memory.empty() && engine.backend != "host") throw UsageError("--host-memory: only with --backend host");
-  const bool automatic = memory.memory == "auto";
-  std::uint64_t bytes = 0;
-  if (!memory.memory.empty() && !automatic) bytes = parse_bytes("--host-memory", memory.memory);
+  k3::catch_lost_pages();
+  const bool cuda = engine.backend == "cuda";
+  if (!memory.gpu.empty() && !cuda) throw UsageError("--gpu-memory: only with --backend cuda");
+  // Mistakes in the call come before anything is opened.
+  const auto none = [] { return std::uint64_t{0}; };
+  if (!memory.gpu.empty()) bytes_of("--gpu-memory", memory.gpu, none);
+  if (!memory.host.empty()) bytes_of("--host-memory", memory.host, none);
   OpenModel open;
   const Stopwatch watch;
   open.tokenizer = find_tokenizer(folder);
   Progress progress("opening");
-  if (memory.memory.empty()) {
-    open.model = k3::from_pretrained(folder, std::ref(progress));
+  open.files = std::make_shared<const k3::Safetensors>(k3::open_safetensors_set(folder));
+  if (memory.host.empty() && !cuda) {
+    open.model = k3::from_pretrained(folder, open.files, std::ref(progress));
   } else {
-    const auto files = std::make_shared<const k3::Safetensors>(k3::open_safetensors_set(folder));
-    if (automatic) bytes = memory_for_experts(*files);
-    k3::StreamedModel streamed = k3::stream_pretrained(folder, files, {.memory = bytes}, std::ref(progress));
+    k3::StreamingOptions streaming;
+    if (memory.host.empty())
+      streaming.window = 8;
+    else
+      streaming.memory = bytes_of("--host-memory", memory.host, [&] { return memory_for_experts(*open.files); });
+    if (cuda) streaming.allocate = gpu_host_memory;
+    k3::StreamedModel streamed = k3::stream_pretrained(folder, open.files, streaming, std::ref(progress));
     open.model = std::move(streamed.model);
     open.experts = std::move(streamed.experts);
   }
@@ -160,11 +199,16 @@ OpenModel open_model(const std::string& folder, const ExpertMemory& memory, cons
   return open;
 }
 
-void start_engine(OpenModel& open, EngineOptions options, std::size_t capacity, std::size_t prompt) {
+void start_engine(OpenModel& open, const ExpertMemory& memory, EngineOptions options, std::size_t capacity,
+                  std::size_t prompt) {
   const Stopwatch watch;
   Progress upload("to the GPU, MB");
   options.capacity = capacity;
   options.rows = std::clamp<std::size_t>(prompt, 1, 32);
+  options.gpu_memory = EngineOptions::automatic;
+  if (!memory.gpu.empty())
+    options.gpu_memory = bytes_of("--gpu-memory", memory.gpu, [] { return EngineOptions::automatic; });
+  options.read = k3::WeightReader(open.files);
   open.engine =
       make_engine(open.model, options, [&](std::size_t done, std::size_t total) { upload(done >> 20, total >> 20); });
   open.seconds += watch.seconds();
@@ -183,9 +227,11 @@ void prefill_with_progress(Engine& engine, std::vector<k3::id>& prompt) {
   prompt.erase(prompt.begin(), prompt.begin() + static_cast<std::ptrdiff_t>(done));
 }
 
-std::vector<k3::id> decode_tokens(Engine& engine, std::vector<k3::id> prompt, std::size_t max_new,
+std::vector<k3::id> decode_tokens(const OpenModel& open, std::vector<k3::id> prompt, std::size_t max_new,
                                   const std::vector<k3::id>& eos, const std::function<void(k3::id)>& on_token,
                                   Statistics& statistics) {
+  Engine& engine = *open.engine;
+  const bool mapped = !engine.experts();  // a GPU has everything but experts, whose reads fail by themselves
   std::vector<k3::id> tokens;
   Stopwatch watch;
   statistics.prompt_tokens += prompt.size();
@@ -195,6 +241,7 @@ std::vector<k3::id> decode_tokens(Engine& engine, std::vector<k3::id> prompt, st
   double first = 0;
   try {
     const auto result = engine.decode(prompt, {max_new, eos, false}, [&](k3::id token) {
+      if (mapped) open.files->require_whole();
       if (tokens.empty()) first = watch.seconds();
       tokens.push_back(token);
       on_token(token);
@@ -206,5 +253,6 @@ std::vector<k3::id> decode_tokens(Engine& engine, std::vector<k3::id> prompt, st
   statistics.first_token += first;
   statistics.decoding += watch.seconds() - first;
   statistics.new_tokens += tokens.size();
+  statistics.gpu = engine.experts();
   return tokens;
 }

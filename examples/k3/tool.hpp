@@ -42,12 +42,14 @@ struct Statistics {
   double opening = 0, first_token = 0,
          decoding = 0;  ///< seconds: opening files; prompt to first token; the tokens after
   std::shared_ptr<const k3::StreamedExperts> experts{};  ///< where they are streamed
+  std::optional<ExpertUse> gpu{};                        ///< on a GPU
   const char* stop = "input";  ///< eos, max_new, interrupted; of a conversation context, input or interrupted
 };
 
-/// Where routed experts are kept. `memory`: bytes such as 8G, `auto`, or nothing for the file maps.
+/// Where routed experts are kept: bytes such as 8G, or `auto`. On the host nothing means the file maps, beside a GPU a
+/// window for reads; on a GPU nothing means auto.
 struct ExpertMemory {
-  std::string memory;
+  std::string host, gpu;
 };
 void describe_memory(CLI::App& app, ExpertMemory& memory);
 
@@ -63,19 +65,21 @@ struct OpenModel {
   std::optional<k3::Tokenizer> tokenizer;
   k3::K3CpuModel model;
   std::shared_ptr<const k3::StreamedExperts> experts;
+  std::shared_ptr<const k3::Safetensors> files;
   std::unique_ptr<Engine> engine;
   double seconds = 0;  ///< that opening took
 };
 
 /// Opens the files of a checkpoint; `start_engine` then makes what runs it.
 OpenModel open_model(const std::string& folder, const ExpertMemory& memory, const EngineOptions& engine);
-void start_engine(OpenModel& open, EngineOptions options, std::size_t capacity, std::size_t prompt);
+void start_engine(OpenModel& open, const ExpertMemory& memory, EngineOptions options, std::size_t capacity,
+                  std::size_t prompt);
 
 /// Takes all of `prompt` but the last few tokens into the sequence, with a progress bar, and removes them from it.
 /// Stops early, leaving the rest, after Ctrl-C.
 void prefill_with_progress(Engine& engine, std::vector<k3::id>& prompt);
 
 /// Decodes until an end token, `max_new` tokens or Ctrl-C, and fills in the statistics.
-std::vector<k3::id> decode_tokens(Engine& engine, std::vector<k3::id> prompt, std::size_t max_new,
+std::vector<k3::id> decode_tokens(const OpenModel& open, std::vector<k3::id> prompt, std::size_t max_new,
                                   const std::vector<k3::id>& eos, const std::function<void(k3::id)>& on_token,
                                   Statistics& statistics);

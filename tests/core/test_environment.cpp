@@ -93,7 +93,8 @@ TEST_CASE("environment: unknown values are refused by name", "[environment]") {
     CHECK(refused("K3_CUDA_KDA", value) == "K3_CUDA_KDA=" + std::string(value));
     CHECK(refused("K3_CUDA_MLA", value) == "K3_CUDA_MLA=" + std::string(value));
   }
-  for (const char* value : {"", "x", "-0.1", "1.5", "nan", "0.5x", "inf"})
+  for (const char* value :
+       {"", "x", "-0.1", "1.5", "nan", "0.5x", "inf", "0x1p-1", " 0.5", "-0", "+0.5", "1e-400", "1e400", "e1"})
     CHECK(refused("K3_ATTNRES_MIX", value) == "K3_ATTNRES_MIX=" + std::string(value));
   for (const char* value : {"", "-1", "x", "3x", "2147483648", "99999999999999999999", "+1", " 1"})
     CHECK(refused("K3_FORCE_EXPERT", value) == "K3_FORCE_EXPERT=" + std::string(value));

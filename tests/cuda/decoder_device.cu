@@ -13,11 +13,13 @@ template <class P>
 class Runner final : public DeviceRunner {
  public:
   Runner(const K3CpuModel& model, const RunnerOptions& o)
-      : model_(model),
+      : model_(o.expert_memory ? K3DeviceModel(WithoutExperts{}, model) : K3DeviceModel(model)),
         decoder_(gpu{o.graphs ? static_cast<cudaStream_t>(stream_) : nullptr}, model_, o.capacity, o.max_rows,
                  o.max_logit_rows, o.ablation),
         options_(o),
-        cache_(fresh_cache()) {}
+        cache_(fresh_cache()) {
+    if (o.expert_memory) model_.place_experts(*o.expert_memory);
+  }
 
   void forward(const DecoderBatch& batch) override { decoder_.forward(cache_, batch); }
   void forward(const DecoderBatch& batch, const DeviceWatch& watch) override {
@@ -85,6 +87,12 @@ class Runner final : public DeviceRunner {
     cache_ = fresh_cache();
   }
   std::vector<float> logits_row(size index) override { return decoder_.logits_row(index); }
+  Cache cache() override {
+    const ExpertCache* const experts = model_.expert_cache();
+    if (!experts) return {};
+    const ExpertCacheStatistics s = experts->statistics();
+    return {experts->slots(), experts->slot_bytes(), s.hits, s.misses, s.bytes_copied};
+  }
 
  private:
   DeviceHybridCache<P> fresh_cache() const {
@@ -245,6 +253,30 @@ std::string fault_of_moved_model(const K3CpuModel& model) {
       fault = differing_expert(there.layers[layer].experts, *here.layers[layer].experts);
   }
   return fault;
+}
+
+std::shared_ptr<std::byte> pinned(size bytes) { return pinned_memory(bytes); }
+
+size wrong_after_upload(size bytes, bool fails) {
+  std::vector<unsigned char> from(bytes + 7);
+  for (size i = 0; i < from.size(); ++i) from[i] = static_cast<unsigned char>(i ^ i >> 8 ^ i >> 16);
+  std::atomic<int> reads{0};
+  const auto read = [&](const void* data, size count, std::byte* to) {
+    if (reads++ == 2 && fails) throw std::runtime_error("the third read");
+    for (size i = 0; i < count; ++i) to[i] = std::byte(static_cast<const unsigned char*>(data)[i] + 1);
+  };
+  const DeviceBuffer<unsigned char> there(bytes);
+  detail::DeviceUpload upload(read);
+  size wrong = 0;
+  for (int round = 0; round < 2; ++round) {
+    const size half = bytes / 2;
+    upload.add(there.data(), from.data() + 7 - round, half);
+    upload.add(there.data() + half, from.data() + 7 - round + half, bytes - half);
+    upload.flush();
+    const std::vector<unsigned char> got = there.to_vector();
+    for (size i = 0; i < bytes; ++i) wrong += got[i] != static_cast<unsigned char>(from[i + 7 - size(round)] + 1);
+  }
+  return wrong;
 }
 
 std::string left_behind() {

@@ -3,6 +3,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 
 #include <k3/model/ablation.hpp>
 #include <k3/model/decoder_batch.hpp>
@@ -38,6 +39,11 @@ class DeviceRunner {
   virtual void spoil_mark() = 0;  ///< takes a KDA layer out of the point
   virtual void new_cache() = 0;   ///< the decoder goes on with a fresh cache; the old one is gone
   virtual std::vector<float> logits_row(size index) = 0;
+  /// What streams the experts: slots, bytes of one, and its statistics; slots 0 where they are all on the device.
+  struct Cache {
+    size slots = 0, slot_bytes = 0, hits = 0, misses = 0, bytes_copied = 0;
+  };
+  virtual Cache cache() = 0;
 };
 
 struct RunnerOptions {
@@ -46,6 +52,7 @@ struct RunnerOptions {
   Ablation ablation{};
   bool graphs = true;  ///< a stream of its own; without one steps are not captured
   bool kda_on_host = false, mla_on_host = false;
+  std::optional<size> expert_memory{};  ///< stream the experts through so much; none: all on the device from the start
 };
 
 std::unique_ptr<DeviceRunner> make_device_runner(const K3CpuModel& model, const RunnerOptions& options);
@@ -60,6 +67,13 @@ std::string refuse_cache(const K3CpuModel& model, size slots, size capacity, siz
 std::string fault_of_moved_model(const K3CpuModel& model);
 
 size free_bytes();
+
+/// Page-locked memory, for StreamingOptions::allocate.
+std::shared_ptr<std::byte> pinned(size bytes);
+
+/// How many of `bytes` bytes are wrong on the device after a DeviceUpload through a reader that adds 1 to each; where
+/// `fails`, its third read throws std::runtime_error. In pieces from odd addresses on.
+size wrong_after_upload(size bytes, bool fails);
 
 /// What the CUDA runtime would blame the next launch for; empty for nothing.
 std::string left_behind();

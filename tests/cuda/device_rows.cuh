@@ -23,21 +23,13 @@ class DeviceRows {
  public:
   /// NaN everywhere, so that an element that nobody writes is seen.
   DeviceRows(size rows, size columns, Layout layout = {})
-      : rows_(rows),
-        columns_(columns),
-        layout_(layout),
-        buffer_(std::vector<T>(layout.shift + rows * (columns + layout.gap) + 8,
-                               T(std::numeric_limits<float>::quiet_NaN()))) {}
+      : rows_(rows), columns_(columns), layout_(layout), buffer_(surroundings()) {}
   DeviceRows(size rows, size columns, const std::vector<float>& values, Layout layout = {})
-      : DeviceRows(rows, columns, layout) {
-    if (values.size() != rows * columns) throw std::runtime_error("DeviceRows: wrong number of values");
-    set(values);
-  }
+      : rows_(rows), columns_(columns), layout_(layout), buffer_(placed(values)) {}
 
+  /// The values, and NaN around them.
   void set(const std::vector<float>& values) {
-    std::vector<T> all = buffer_.to_vector();
-    for (size r = 0; r < rows_; ++r)
-      for (size c = 0; c < columns_; ++c) all[at(r) + c] = T(values[r * columns_ + c]);
+    const std::vector<T> all = placed(values);
     buffer_.copy_from(all.data(), 0, all.size());
   }
 
@@ -67,6 +59,17 @@ class DeviceRows {
   }
 
  private:
+  std::vector<T> surroundings() const {
+    return std::vector<T>(layout_.shift + rows_ * (columns_ + layout_.gap) + 8,
+                          T(std::numeric_limits<float>::quiet_NaN()));
+  }
+  std::vector<T> placed(const std::vector<float>& values) const {
+    if (values.size() != rows_ * columns_) throw std::runtime_error("DeviceRows: wrong number of values");
+    std::vector<T> all = surroundings();
+    for (size r = 0; r < rows_; ++r)
+      for (size c = 0; c < columns_; ++c) all[at(r) + c] = T(values[r * columns_ + c]);
+    return all;
+  }
   size at(size row) const { return layout_.shift + row * (columns_ + layout_.gap); }
 
   size rows_, columns_;

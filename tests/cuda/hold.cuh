@@ -26,16 +26,7 @@ inline void hold(cudaStream_t stream, unsigned milliseconds, unsigned* over) {
 template <class Work>
 void beside_a_capture(Work&& work) {
   const Stream other;
-  cudaGraph_t graph = nullptr;
-  detail::check_cuda("test", "begin", cudaStreamBeginCapture(other, cudaStreamCaptureModeGlobal));
-  try {
-    work();
-  } catch (...) {
-    detail::ignore_cuda(cudaStreamEndCapture(other, &graph));
-    throw;
-  }
-  detail::check_cuda("test", "the other stream's capture", cudaStreamEndCapture(other, &graph));
-  detail::check_cuda("test", "destroy", cudaGraphDestroy(graph));
+  detail::check_cuda("test", "destroy", cudaGraphDestroy(captured(other, work)));
 }
 
 }  // namespace k3::test

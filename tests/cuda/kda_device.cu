@@ -287,7 +287,16 @@ std::string kda_refused_argument(const std::string& wrong) {
   auto memory = state.view();
   if (wrong == "state.recurrent") memory.recurrent.extents[2] = 3;
   if (wrong == "state.conv") memory.conv.extents[2] = 2;
+  DeviceView<unsigned, 1> words = device_view(status.data(), wrong == "status" ? rows + 1 : rows);
   if (wrong == "out over x") out.data = x.data + 1;
+  if (wrong == "out over conv") out.data = v.data;
+  if (wrong == "out over A_log") out.data = a_log.data;
+  if (wrong == "out over dt_bias") out.data = dt_bias.data;
+  if (wrong == "out over o_norm") out.data = o_norm.data;
+  if (wrong == "state over state") memory.conv.data = memory.recurrent.data + 3;
+  if (wrong == "status over out") words.data = reinterpret_cast<unsigned*>(out.data);
+  if (wrong == "status over slots") words.data = reinterpret_cast<unsigned*>(slots.data());
+  if (wrong == "status over state") words.data = reinterpret_cast<unsigned*>(memory.recurrent.data);
   if (wrong == "out over state") out.data = memory.recurrent.data;
   if (wrong == "out over gate") out.data = gate.data;
   if (wrong == "state over conv") memory.conv.data = k.data;
@@ -297,7 +306,7 @@ std::string kda_refused_argument(const std::string& wrong) {
   try {
     kda_decode_fused(gpu{}, g, x, KdaConvWeights{Any(q), taps_k, Any(v)}, z, flat(a_log), flat(dt_bias), beta, gate,
                      flat(o_norm), 1e-5f, device_view(slots.data(), wrong == "slots" ? rows + 1 : rows), memory, out,
-                     device_view(status.data(), wrong == "status" ? rows + 1 : rows));
+                     words);
     detail::check_cuda("test", "cudaDeviceSynchronize", cudaDeviceSynchronize());
   } catch (const invalid_argument& e) {
     return e.argument();

@@ -252,10 +252,49 @@ std::string mla_refused_argument(const std::string& wrong) {
   if (wrong == "workspace capacity") workspace = MlaDeviceWorkspace<Bf16>(g, 2, 3);
   if (wrong == "out") out = out.slice(1, 0, 7);
   if (wrong == "out over gate") out = gate;
+  if (wrong == "out over q") out = device_view(c.q.view().data, 2, 8);
+  if (wrong == "out over kv_a") out = device_view(c.kv_a.view().data, 2, 8);
+  if (wrong == "out over kv_b") out = device_view(c.kv_b.data(), 2, 8);
+  if (wrong == "out over pages") out = device_view(c.pages.data(), 2, 8);
+  if (wrong == "slots over out") slots = device_view(reinterpret_cast<id*>(out.data), 2);
+  if (wrong == "positions over out") positions = device_view(reinterpret_cast<size*>(out.data), 2);
+  if (wrong == "pages over kv_b") kv.pages = device_view(c.kv_b.data(), 2, 4, 8);
+  if (wrong == "pages over kv_a") kv_a = device_view(c.pages.data(), 2, 8);
+  if (wrong == "pages over q") q = device_view(c.pages.data(), 2, 12);
+  if (wrong == "pages over gate") gate = device_view(c.pages.data(), 2, 8);
+  if (wrong == "pages over table") kv.block_table = device_view(reinterpret_cast<const id*>(c.pages.data()), 2, 1);
+  if (wrong == "status over slots") slots = device_view(reinterpret_cast<id*>(status.data), 2);
+  if (wrong == "status over out") status = device_view(reinterpret_cast<unsigned*>(out.data), 2);
   if (wrong == "status") status = status.slice(0, 0, 1);
   return refused_argument([&] {
     mla_decode_token(gpu{}, g, q, kv_a, norm, kv_b, gate, slots, positions, kv, workspace, out, status);
     detail::check_cuda("mla_refused_argument", "cudaDeviceSynchronize", cudaDeviceSynchronize());
+  });
+}
+
+std::string mla_refused_overlap(const std::string& part) {
+  const Resident<bf16> c(small_inputs(), {});
+  const MlaConfig g = c.in.g;
+  const auto slots = c.slots.view(2);
+  const auto positions = c.positions.view(2);
+  const AnyMatrix<MemorySpace::device> kv_b(c.at(c.kv_b, 16, 6));
+  const AnyVector<MemorySpace::device> norm(c.at(c.norm, 6));
+  const DeviceView<const bf16, 3> q_latent = c.workspace.q_latent(2);
+  const DeviceBuffer<float> means(2 * 2 * 6);
+  return refused_argument([&] {
+    if (part == "append") {
+      mla_append(gpu{}, g, c.kv_a.view(), norm, 1e-6f, slots, positions,
+                 MlaKvView<bf16, MemorySpace::device>{device_view(c.norm.data(), 2, 4, 8), c.kv().block_table, 4});
+    } else if (part == "absorb") {
+      mla_absorb_query(gpu{}, g, c.q.view(), kv_b, device_view(c.kv_b.data(), 2, 2, 8));
+    } else if (part == "attend") {
+      mla_attend(gpu{}, g, q_latent, c.kv(), slots,
+                 DeviceView<const size, 1>(device_view(reinterpret_cast<const size*>(means.data()), 2)), c.workspace,
+                 means.view(2, 2, 6));
+    } else {
+      mla_expand_values(gpu{}, g, DeviceView<const float, 3>(means.view(2, 2, 6)), kv_b,
+                        device_view(c.kv_b.data() + 16, 2, 8));
+    }
   });
 }
 

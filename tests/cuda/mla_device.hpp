@@ -56,6 +56,9 @@ std::string mla_device_kv_faults();
 /// accepted.
 std::string mla_refused_argument(const std::string& wrong);
 
+/// The same for a part ("append", "absorb", "attend", "expand") whose output lies over one of its inputs.
+std::string mla_refused_overlap(const std::string& part);
+
 /// Whether a geometry without fields gives the bits of its run-time twin.
 bool mla_static_geometry_agrees();
 

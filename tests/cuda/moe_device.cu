@@ -79,7 +79,8 @@ class PlacedExperts {
                   all.begin() + static_cast<long>(at[e * 6 + 3 + m]));
       }
     memory_ = DeviceBuffer<unsigned char>(all);
-    std::vector<DeviceExpertWeights> weights(experts.size());
+    std::vector<DeviceExpertWeights>& weights = weights_;
+    weights.resize(experts.size());
     const size width = moe_expert_width(g);
     for (size e = 0; e < experts.size(); ++e) {
       if (experts[e].absent) continue;
@@ -99,6 +100,19 @@ class PlacedExperts {
   const ExpertTable& table() const { return table_; }
   bool repack(const gpu& exec, ExpertLayout layout) { return repack_experts(exec, table_, layout); }
 
+  /// The same experts in a table that begins empty: all entries name expert 0 first, then each its own or none.
+  bool set_all(const gpu& exec, const LatentMoeConfig& g, ExpertLayout layout) {
+    if (layout == ExpertLayout::packed && !repack_experts(exec, weights_.data(), weights_.size())) return false;
+    table_ = ExpertTable(g, layout);
+    std::vector<ExpertEntry> entries;
+    for (size e = 0; e < weights_.size(); ++e) entries.push_back({e, weights_[0]});
+    table_.set(exec, entries.data(), entries.size());
+    for (ExpertEntry& entry : entries) entry.weights = weights_[entry.expert];
+    table_.set(exec, entries.data() + 1, entries.size() - 1);
+    table_.set(exec, entries[0]);
+    return true;
+  }
+
   /// What lies where an expert was placed.
   ExpertBytes get(size e, const ExpertBytes& like) const {
     const std::vector<unsigned char> all = memory_.to_vector();
@@ -114,6 +128,7 @@ class PlacedExperts {
  private:
   std::vector<size> at_;
   DeviceBuffer<unsigned char> memory_;
+  std::vector<DeviceExpertWeights> weights_;
   ExpertTable table_;
 };
 
@@ -165,7 +180,12 @@ MoeOutputs<X> mix_experts_on_device(const MoeInputs<X>& in, const MoeDeviceOptio
   const gpu exec{stream};
   const size width = moe_expert_width(in.g);
   PlacedExperts experts(in.g, in.type, in.experts, options.misaligned);
-  if (options.packed && !experts.repack(exec, ExpertLayout::packed)) return {};
+  if (options.cached) {
+    const ExpertLayout layout = options.packed ? ExpertLayout::packed : ExpertLayout::released;
+    if (!experts.set_all(exec, in.g, layout)) return {};
+  } else if (options.packed && !experts.repack(exec, ExpertLayout::packed)) {
+    return {};
+  }
   if (options.restored) experts.repack(exec, ExpertLayout::released);
   const X nan(std::numeric_limits<float>::quiet_NaN());
   const Placed<X> latent(in.latent, in.rows, width, options, nan);
@@ -214,6 +234,18 @@ std::string moe_refused_argument(const std::string& wrong) {
     if (is("table.type")) experts[2].w2 = other;
     if (is("table.half")) experts[1].w3 = {};
     const ExpertTable table(g, experts);
+    if (wrong.rfind("entry", 0) == 0) {
+      ExpertTable empty(g, is("entry.layout") ? ExpertLayout::packed : ExpertLayout::released);
+      if (is("entry.table")) empty = ExpertTable(g, experts);
+      const auto half = reinterpret_cast<unsigned char*>(is("entry.aligned") ? 1026 : 1024);
+      DeviceExpertWeights w;
+      w.w1 = w.w3 = Mxfp4Matrix<MemorySpace::device>{device_view(half, 64, 16), device_view(half, 64, 1)};
+      w.w2 = Mxfp4Matrix<MemorySpace::device>{device_view(half, 32, 32), device_view(half, 32, 2)};
+      if (is("entry.shape")) w.w3 = w.w2;
+      if (is("entry.half")) w.w2 = {};
+      empty.set(exec, {is("entry.expert") ? size{4} : size{3}, w});
+      return "accepted";
+    }
     MoeDeviceWorkspace<Bf16> workspace(g, 2);
     if (is("geometry")) g.top_k = 3;
     if (is("caps")) g.activation.beta = 0;

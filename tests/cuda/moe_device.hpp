@@ -35,6 +35,7 @@ struct MoeDeviceOptions {
   bool in_place = false;     ///< out is latent
   bool packed = false;       ///< experts are repacked first; fails where they have no packed layout
   bool restored = false;     ///< and brought back
+  bool cached = false;       ///< the table begins empty, and its entries are set, and set again, before the call
 };
 
 RouterOutputs sigmoid_topk_on_device(const RouterInputs& in, const MoeDeviceOptions& options = {});

@@ -5,6 +5,7 @@
 #include <k3/cuda/attnres_norm.cuh>
 #include <k3/cuda/embed_tokens.cuh>
 #include <k3/cuda/rms_norm.cuh>
+#include <k3/cuda/sigmoid_topk.cuh>
 
 #include "cuda/device_rows.cuh"
 
@@ -153,6 +154,104 @@ std::vector<std::string> device_row_refusals() {
           refused_argument(
               [&] { attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 2, 4), {2.0f, {}, {}}); }),
           refused_argument([&] { attnres_norm(exec, s, m(16, 1, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 1, 4)); })};
+}
+
+namespace {
+
+template <class Work>
+std::string overlap(Work&& work) {
+  try {
+    work();
+    detail::check_cuda("test", "cudaDeviceSynchronize", cudaDeviceSynchronize());
+  } catch (const invalid_argument& e) {
+    return e.operation() + ": " + e.argument() + " " + e.found();
+  }
+  return "accepted";
+}
+
+/// Two rows of four floats, and what else calls take, at any place of one memory.
+struct Overlaps {
+  DeviceBuffer<float> memory{256};
+  const gpu exec{};
+
+  DeviceView<float, 2> matrix(size at) const { return device_view(memory.data() + at, 2, 4); }
+  DeviceView<float, 1> vector(size at) const { return device_view(memory.data() + at, 4); }
+  template <class T = id>
+  DeviceView<T, 1> words(size at) const {
+    return device_view(reinterpret_cast<T*>(memory.data() + at), 2);
+  }
+  std::string norm(size x, size weight, size out) const {
+    return overlap([&] { rms_norm(exec, matrix(x), vector(weight), 1e-5f, matrix(out)); });
+  }
+  /// Snapshots at 0, the running stream at 16, weights at 24, 28, 32.
+  std::string mix(size out, size mixed, size probs) const {
+    const auto snapshots = device_view(memory.data(), 2, 2, 4);
+    const AttnResNormOptions options{1.0f, matrix(mixed), device_view(memory.data() + probs, 2, 3)};
+    return overlap([&] {
+      attnres_norm(exec, snapshots, matrix(16), vector(24), vector(28), 1e-5f, vector(32), 1e-5f, matrix(out), options);
+    });
+  }
+  /// Logits at 0.
+  std::string choose(size ids, size status) const {
+    DeviceArgmaxWorkspace work(2);
+    return overlap([&] { argmax(exec, matrix(0), work, words(ids), words<unsigned>(status)); });
+  }
+  /// Ids at 0, the table at 4, slots at 60.
+  std::string embed(size out, size status) const {
+    return overlap([&] {
+      embed_tokens(exec, words(0), AnyMatrix<MemorySpace::device>(matrix(4)), matrix(out), words(60),
+                   words<unsigned>(status));
+    });
+  }
+  /// Logits at 0, the bias at 8, slots at 12; two of four are chosen.
+  std::string route(size ids, size weights, size status) const {
+    const auto chosen = device_view(reinterpret_cast<id*>(memory.data() + ids), 2, 2);
+    return overlap([&] {
+      sigmoid_topk(exec, matrix(0), vector(8), 2, true, 1.0f, chosen, device_view(memory.data() + weights, 2, 2),
+                   words(12), words<unsigned>(status));
+    });
+  }
+};
+
+}  // namespace
+
+std::vector<std::string> device_row_overlaps() {
+  const Overlaps o;
+  DeviceView<float, 2> left = o.matrix(0), right = o.matrix(4);  // columns of one matrix
+  left.strides[0] = right.strides[0] = 8;
+  const auto half = device_view(reinterpret_cast<bf16*>(o.memory.data()), 2, 4);
+  return {o.norm(0, 8, 0),
+          overlap([&] { rms_norm(o.exec, left, o.vector(32), 1e-5f, right); }),
+          o.norm(0, 8, 1),
+          o.norm(0, 8, 11),
+          overlap([&] { rms_norm(o.exec, o.matrix(0), o.vector(32), 1e-5f, half); }),
+          o.mix(40, 48, 56),
+          o.mix(15, 48, 56),
+          o.mix(17, 48, 56),
+          o.mix(9, 48, 56),
+          o.mix(27, 48, 56),
+          o.mix(31, 48, 56),
+          o.mix(35, 48, 56),
+          o.mix(40, 16, 56),
+          o.mix(40, 40, 56),
+          o.mix(40, 48, 10),
+          o.mix(40, 48, 55),
+          o.choose(8, 10),
+          o.choose(7, 10),
+          o.choose(8, 0),
+          o.choose(8, 9),
+          o.embed(16, 32),
+          o.embed(1, 32),
+          o.embed(55, 32),
+          o.embed(11, 32),
+          o.embed(16, 23),
+          o.route(16, 20, 24),
+          o.route(7, 20, 24),
+          o.route(11, 20, 24),
+          o.route(13, 20, 24),
+          o.route(16, 19, 24),
+          o.route(16, 4, 24),
+          o.route(16, 20, 12)};
 }
 
 }  // namespace k3::test

@@ -51,4 +51,8 @@ EmbedResult device_embed(const RowCall& call, const std::vector<id>& ids, size v
 /// "operation/argument" of what bad calls are refused for.
 std::vector<std::string> device_row_refusals();
 
+/// "operation: argument overlapping other" of what calls are refused for whose operands share memory; where such a call
+/// is taken, "accepted".
+std::vector<std::string> device_row_overlaps();
+
 }  // namespace k3::test

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <k3/core/types.hpp>
+#include <k3/model/k3_cpu_model.hpp>
 
 // How the operations behave as users of the CUDA runtime. Each function returns what is wrong, one line an operation.
 namespace k3::test {
@@ -22,8 +22,17 @@ std::vector<std::string> faults_of_order(bool timed);
 /// Calls in a capture: what they cannot do there, calls that put nothing on the stream.
 std::vector<std::string> faults_of_capture();
 
+/// Calls in a capture that something else then breaks off with an exception: an error that is not that one, errors left
+/// behind, a stream that is not free again, and a next call that fails.
+std::vector<std::string> faults_of_abandoned_captures();
+
 /// Calls on a stream whose capture has become invalid: other errors than CUDA's for that, errors left behind for the
 /// next call, and a next call that fails.
 std::vector<std::string> faults_of_errors();
+
+/// A decoder's pass in which an operation of the last layer throws, a `step` that is being captured or a pass that is
+/// launched directly: an error that is not the first one, a stream that is not free again, sequences that are not
+/// marked or that are marked without need, and results after a reset that are not a sound decoder's.
+std::vector<std::string> faults_of_broken_pass(const K3CpuModel& model, bool step);
 
 }  // namespace k3::test

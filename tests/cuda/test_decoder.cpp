@@ -197,7 +197,9 @@ TEST_CASE("device decoder: padding rows have zero logits, rows that were not wan
       runner->forward({view(tokens), view(slots), view(positions), view(wanted)});
       const std::vector<float> padding = runner->logits_row(0), row = runner->logits_row(1);
       for (const float logit : padding) CHECK(logit == 0.0f);
-      CHECK(runner->status(0) == RowStatus::ok);
+      CHECK(runner->status(0) == RowStatus::padding);
+      CHECK_THROWS_AS(runner->argmax(0), invalid_argument);
+      CHECK(runner->status(1) == RowStatus::ok);
       CHECK(std::any_of(row.begin(), row.end(), [](float logit) { return logit != 0.0f; }));
       CHECK_THROWS_AS(runner->logits_row(2), invalid_argument);
       CHECK_THROWS_AS(runner->status(2), invalid_argument);

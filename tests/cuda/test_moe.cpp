@@ -306,70 +306,6 @@ TEMPLATE_TEST_CASE("Every E2M1 code with every E8M0 scale is exact on the device
     }
 }
 
-TEST_CASE("Repacking experts is lossless and puts every bit where the layout says", "[cuda][moe]") {
-  const LatentMoeConfig g = geometry(256, 512, 1, 1);
-  ExpertBytes expert = k3::test::random_experts(g, ElementType::mxfp4, 61)[0];
-  // every code at every place of a word, and every scale
-  for (size i = 0; i < 16 * 4; ++i) expert.data[0][i] = static_cast<unsigned char>(i / 4 * 0x11);
-  for (size i = 0; i < 256; ++i) expert.scale[0][i] = static_cast<unsigned char>(i);
-  const auto got = k3::test::repack_on_device(g, expert);
-  for (size m = 0; m < 3; ++m) {
-    CHECK(got.restored.data[m] == expert.data[m]);
-    CHECK(got.restored.scale[m] == expert.scale[m]);
-    // bits of a pair's two codes in a packed word: signs, then the others from the highest
-    const unsigned places[4][2][4] = {{{15, 8, 7, 6}, {31, 24, 23, 22}},
-                                      {{11, 4, 3, 2}, {27, 20, 19, 18}},
-                                      {{5, 30, 29, 28}, {21, 14, 13, 12}},
-                                      {{9, 10, 1, 0}, {25, 26, 17, 16}}};
-    const size columns = m == 2 ? 512 : 256, rows = m == 2 ? 256 : 512;
-    size wrong = 0;
-    for (size row = 0; row < rows; ++row)
-      for (size k = 0; k < columns; ++k) {
-        const size piece = row / 8 * (columns / 256) + k / 256, lane = row % 8 * 4 + k / 32 % 4, step = k / 128 % 2;
-        const unsigned char* const at = &got.packed.data[m][piece * 1024 + step * 512 + lane * 16 + k % 32 / 8 * 4];
-        const unsigned word = at[0] | at[1] << 8 | at[2] << 16 | static_cast<unsigned>(at[3]) << 24;
-        const unsigned(&place)[4] = places[k % 4][k % 8 / 4];
-        unsigned code = 0;
-        for (unsigned bit : place) code = code << 1 | (word >> bit & 1);
-        wrong += code != (expert.data[m][(row * columns + k) / 2] >> k % 2 * 4 & 15u);
-        wrong += got.packed.scale[m][piece * 64 + lane * 2 + step] != expert.scale[m][(row * columns + k) / 32];
-      }
-    CHECK(wrong == 0);
-  }
-  CHECK(k3::test::repack_on_device(g, expert, 4).packed.data[0].empty());
-  const LatentMoeConfig narrow = geometry(128, 256, 1, 1);
-  CHECK(k3::test::repack_on_device(narrow, k3::test::random_experts(narrow, ElementType::mxfp4, 62)[0])
-            .packed.data[0]
-            .empty());
-}
-
-TEMPLATE_TEST_CASE("Packed experts give the bits of released ones", "[cuda][moe]", float, bf16) {
-  struct Shape {
-    size width, hidden, rows;
-  };
-  for (const Shape s : {Shape{256, 256, 3}, {512, 256, 33}, {256, 768, 40}, {3584, 3072, 11}, {4096, 256, 2}}) {
-    if (s.width > 1000 && (k3::test::small_only() || std::is_same_v<TestType, float>)) continue;
-    CAPTURE(s.width, s.hidden, s.rows);
-    auto in = random_problem<TestType>(geometry(s.width, s.hidden, 7, 3), ElementType::mxfp4, s.rows, 71);
-    // one expert with scales that need the second product, one that nobody has
-    for (size i = 0; i < in.experts[2].scale[2].size(); i += 5) in.experts[2].scale[2][i] = 131;
-    in.experts[6].absent = true;
-    for (auto& e : in.ids) e = e == 6 ? 5 : e;
-    const auto released = mix_experts_on_device(in), packed = mix_experts_on_device(in, {.packed = true});
-    REQUIRE(packed.out.size() == released.out.size());
-    check(same_bits(packed.out, released.out));
-    CHECK(packed.expert_rows == released.expert_rows);
-    check(same_bits(mix_experts_on_device(in, {.graph = true, .packed = true}).out, released.out));
-    check(same_bits(mix_experts_on_device(in, {.packed = true, .restored = true}).out, released.out));
-    for (const size row : {size{0}, s.rows - 1})
-      check(same_bits(mix_experts_on_device(rows_of(in, row, 1), {.packed = true}).out,
-                      row_of(released.out, row, s.width)));
-    auto crowded = in;  // all rows on the same experts
-    for (size i = 0; i < crowded.ids.size(); ++i) crowded.ids[i] = static_cast<k3::id>(i % 3);
-    check(same_bits(mix_experts_on_device(crowded, {.packed = true}).out, mix_experts_on_device(crowded).out));
-  }
-}
-
 TEST_CASE("The device's router and experts refuse what does not fit", "[cuda][moe]") {
   using k3::test::moe_refused_argument;
   CHECK(moe_refused_argument("router.bias") == "bias");
@@ -388,4 +324,10 @@ TEST_CASE("The device's router and experts refuse what does not fit", "[cuda][mo
   for (const char* name : {"latent", "ids", "weights", "out", "slots", "status"})
     CHECK(moe_refused_argument(name) == name);
   CHECK(moe_refused_argument("launch") == "table");
+  CHECK(moe_refused_argument("entry.layout") == "layout");
+  CHECK(moe_refused_argument("entry.table") == "table");
+  CHECK(moe_refused_argument("entry.expert") == "expert");
+  for (const char* name : {"entry.shape", "entry.aligned", "entry.half"})
+    CHECK(moe_refused_argument(name) == "weights");
+  CHECK(moe_refused_argument("entry") == "accepted");
 }

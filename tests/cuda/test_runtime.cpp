@@ -37,6 +37,10 @@ TEST_CASE("device case 76: calls without rows launch nothing and leave no error"
 
 TEST_CASE("device case 75: every operation can be captured") { check_none(faults_of_capture()); }
 
+TEST_CASE("a capture that is broken off by an exception leaves a stream that works") {
+  check_none(faults_of_abandoned_captures());
+}
+
 TEST_CASE("device case 77: operations are ordered on their stream, beside another stream's capture") {
   check_none(faults_of_order(!small_only()));
 }
@@ -47,13 +51,14 @@ TEST_CASE("the first CUDA error is the one that is thrown, and none is left for 
 
 TEST_CASE("device case 77: so is the decoder's pass, and it waits for nothing") {
   const K3CpuModel model = synthetic_small();
-  for (const bool half : {false, true}) {
+  for (const bool half : all_or_few<bool>({false, true}, {true})) {
     RunnerOptions options;
     options.half = half;
     auto alone = make_device_runner(model, options), busy = make_device_runner(model, options);
     feed(*alone, 0, {3, 14, 1}, 0, 3, true);
     feed(*busy, 0, {3, 14, 1}, 0, 3, true);
-    for (size position = 3; position < 6; ++position) {  // the first of them is captured, the others are replayed
+    for (size position = 3; position < (small_only() ? 5 : 6);
+         ++position) {  // the first of them is captured, the others are replayed
       const Token step(static_cast<id>(position), position);
       alone->forward(step.batch());
       const bool returned = busy->forward_behind_work(step.batch());
@@ -67,7 +72,7 @@ TEST_CASE("device case 77: so is the decoder's pass, and it waits for nothing") 
 
 TEST_CASE("device decoder: a pass that CUDA refuses stops its sequences, and nothing else") {
   const K3CpuModel model = synthetic_small();
-  for (const bool wanted : {true, false}) {  // a step to be captured; a pass that is not
+  for (const bool wanted : all_or_few<bool>({true, false}, {true})) {  // a step to be captured; a pass that is not
     RunnerOptions options;
     options.slots = 2;
     auto runner = make_device_runner(model, options);
@@ -95,6 +100,14 @@ TEST_CASE("device decoder: a pass that CUDA refuses stops its sequences, and not
   }
 }
 
+TEST_CASE("device decoder: an operation that throws in the middle of a pass, captured or not, stops its sequences") {
+  const K3CpuModel model = synthetic_small();
+  for (const bool step : all_or_few<bool>({true, false}, {true})) {
+    INFO((step ? "a step" : "a pass"));
+    for (const std::string& fault : faults_of_broken_pass(model, step)) FAIL_CHECK(fault);
+  }
+}
+
 TEST_CASE("device decoder: a pass whose observer throws stops its sequences") {
   const K3CpuModel model = synthetic_small();
   auto runner = make_device_runner(model, {});
@@ -106,22 +119,26 @@ TEST_CASE("device decoder: a pass whose observer throws stops its sequences") {
   CHECK_THROWS_WITH(runner->forward(second.batch(), watch), "enough");
   CHECK(runner->slot_status(0) == RowStatus::interrupted);
   CHECK(runner->position(0) == 1);
+  CHECK(runner->status(0) == RowStatus::interrupted);
+  CHECK_THROWS_AS(runner->argmax(0), invalid_argument);
+  for (const float logit : runner->logits_row(0)) REQUIRE(logit != logit);
 }
 
 TEST_CASE("device decoder: an observer changes no bits") {
   const Fixture& f = fixture("k3-tiny-5l");
-  for (const bool half : {false, true}) {
+  for (const bool half : all_or_few<bool>({false, true}, {false})) {
     RunnerOptions options;
     options.half = half;
     auto plain = make_device_runner(f.model, options), watched = make_device_runner(f.model, options);
     size seen = 0;
-    for (size position = 0; position < 4; ++position) {
+    const size steps = small_only() ? 1 : 4;
+    for (size position = 0; position < steps; ++position) {
       const Token step(f.ids(2)[position], position);
       plain->forward(step.batch());
       watched->forward(step.batch(), [&](const std::string&, size, std::vector<float>&) { ++seen; });
       check(same_bits(watched->logits(), plain->logits()));
     }
-    CHECK(seen > 4 * 5 * f.model.graph.layers.size());
+    CHECK(seen > steps * 5 * f.model.graph.layers.size());
     CHECK(watched->to_bytes(0) == plain->to_bytes(0));
   }
 }
@@ -129,7 +146,7 @@ TEST_CASE("device decoder: an observer changes no bits") {
 TEST_CASE("device caches: with a mixer on the host they hold and take the same bytes") {
   const Fixture& f = fixture("k3-tiny-5l");
   const std::vector<id> ids = f.ids(1), generated = f.generated(1);
-  for (const bool half : {false, true}) {
+  for (const bool half : all_or_few<bool>({false, true}, {false})) {
     RunnerOptions options, kda, mla;
     options.half = kda.half = mla.half = half;
     kda.kda_on_host = mla.mla_on_host = true;
@@ -186,7 +203,7 @@ TEST_CASE("device cache: one that does not fit is refused and leaves nothing all
   const std::string refusal = refuse_cache(model, 64, size{1} << 30, lost);
   INFO(refusal);
   CHECK(refusal.find("cudaMalloc of") != std::string::npos);
-  CHECK(lost == 0);
+  if (!small_only()) CHECK(lost == 0);  // under the sanitizers other programs share the GPU
   CHECK(left_behind().empty());
 }
 
@@ -196,6 +213,6 @@ TEST_CASE("device decoder: steps take no memory") {
   greedy(*runner, f.ids(1), 2);
   runner->reset(0);
   const size before = free_bytes();
-  greedy(*runner, f.ids(1), small_only() ? 4 : 16);
-  CHECK(free_bytes() == before);
+  greedy(*runner, f.ids(1), small_only() ? 1 : 16);
+  if (!small_only()) CHECK(free_bytes() == before);
 }

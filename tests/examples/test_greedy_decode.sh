@@ -30,7 +30,7 @@ expect 2 '--eos: 99999' "$model" --ids 1 --max-new 1 --eos 99999
 expect 2 'max_position_embeddings' "$model" --ids 1 --max-new 4096
 expect 2 'has no tokenizer' "$fixture" --prompt a --max-new 1
 expect 2 'the prompt is empty' "$model" --prompt '' --max-new 1
-expect 1 'prompt[0] is 2048' "$model" --ids 2048 --max-new 1
+expect 2 '--ids: 2048 is outside the vocabulary of 2048' "$model" --ids 5,2048 --max-new 1
 expect 1 'is not a folder' /nonexistent --prompt a --max-new 1
 expect 1 'is not a folder' /etc/passwd --ids 1 --max-new 1
 cp -r "$model" "$scratch/fifo" && rm "$scratch/fifo/tiktoken.model" && mkfifo "$scratch/fifo/tiktoken.model"
@@ -63,6 +63,46 @@ first=$("$program" "$model" --ids 5,17 --max-new 3 --json 2>/dev/null | sed 's/.
 same 'a run that meets its end token' \
   "$("$program" "$model" --ids 5,17 --max-new 3 --json --eos "7,$first" 2>/dev/null)" \
   "{\"prompt\":[5,17],\"tokens\":[$first],\"stop\":\"eos\"}"
+
+# Threads wait passively unless the environment says otherwise; OpenMP itself tells (where the program has it).
+policy() {  # env ARGUMENT...
+  OMP_DISPLAY_ENV=true "$@" "$program" "$model" --ids 5 --max-new 0 2>&1 |
+    sed -n "s/.*OMP_WAIT_POLICY *= *'*\([A-Za-z]*\).*/\1/p" | tail -n 1
+}
+if [ -n "$(policy env OMP_WAIT_POLICY=active)" ]; then
+  same 'the wait policy' "$(policy env -u OMP_WAIT_POLICY)" PASSIVE
+  same 'a wait policy that was given' "$(policy env OMP_WAIT_POLICY=active)" ACTIVE
+fi
+
+# On a terminal the bar of opening is erased before anything else is written.
+python3 - "$program" "$model" <<'END' || failures=$((failures + 1))
+import os, re, subprocess, sys
+terminal, end = os.openpty()
+environment = {name: value for name, value in os.environ.items() if name != "CI"}
+run = subprocess.Popen([*sys.argv[1:], "--ids", "5", "--max-new", "1"], stdout=subprocess.DEVNULL, stderr=end,
+                       env=environment)
+os.close(end)
+said = b""
+try:
+    while part := os.read(terminal, 65536):
+        said += part
+except OSError:  # the other end is closed
+    pass
+assert run.wait() == 0 and re.search(rb"\d+/\d+\r\x1b\[K\d+ layers:", said), said
+END
+
+# A cache that there is no memory for: how much it would need.
+cp -r "$model" "$scratch/long"
+sed -i 's/"max_position_embeddings": [0-9]*/"max_position_embeddings": 2147483647/' "$scratch/long/config.json"
+confined() (
+  ulimit -v 4000000
+  timeout 60 "$program" "$@" >/dev/null 2>"$scratch/err"
+)
+if confined --version; then  # a program with a sanitizer does not start in so little
+  confined "$scratch/long" --ids 900 --max-new 100000000 --threads 1
+  same 'exit status without memory' "$?" 1
+  same 'what is said without memory' "$(grep -cE 'up to 100000001 positions needs [0-9]{11,} bytes' "$scratch/err")" 1
+fi
 
 echo "$checks checks, $failures failed"
 [ "$failures" = 0 ]

@@ -25,10 +25,18 @@ has() {
 
 # Mistakes in the call.
 expect 2 'subcommand'
-expect 2 'subcommand' --frob
+expect 2 '"--frob" is no subcommand' --frob
+expect 2 '"bogus" is no subcommand' bogus
+for threads in 0x10 +1 4097; do
+  expect 2 "--threads: \"$threads\" is not a number from 0 to 4096" generate "$model" --ids 1 "--threads=$threads"
+done
+expect 2 '--host-memory' generate "$model" --ids 1 --host-memory ''
+expect 2 '--max-new: a reply needs' chat "$model" --max-new 0
 expect 2 '--frob' inspect "$model" --frob
 expect 2 'MODEL_DIR' inspect
 expect 2 '--gpus: at least 1' inspect "$model" --gpus 0
+same --version "$("$program" --version)" "k3 $(sed -n "s/^  version: '\(.*\)',/\1/p" "$1/meson.build")"
+expect 2 '--ids: 2048 is outside the vocabulary of 2048' generate "$model" --ids 5,2048 --max-new 1
 expect 2 '--context: "x"' inspect "$model" --context x
 expect 2 'one of --prompt, --ids and --messages' generate "$model"
 expect 2 'one of --prompt, --ids and --messages' generate "$model" --prompt a --ids 1
@@ -45,6 +53,22 @@ expect 2 '--latent: this member' make-checkpoint "$scratch/x" --like kimi-linear
 expect 2 'multiples of 32' make-checkpoint "$scratch/x" --like tiny --width 40
 expect 2 'top_k' make-checkpoint "$scratch/x" --like tiny --top-k 5
 expect 2 'vocab_size is 300' make-checkpoint "$scratch/x" --like tiny --vocab 300
+expect 2 'experts of all layers' make-checkpoint "$scratch/x" --like tiny --experts 2147483647 --hollow
+expect 2 'made_up_vocabulary: count' make-checkpoint "$scratch/x" --like tiny --vocab 2147483647
+# A closed standard input is no file that the program opens later; a wrong environment is told before anything else.
+"$program" chat "$model" <&- >"$scratch/out" 2>"$scratch/err"
+same 'exit status of chat with a closed input' "$?" 1
+same 'what chat says of a closed input' "$(tail -n 1 "$scratch/err")" 'k3: standard input cannot be read'
+"$program" generate "$model" --prompt a --max-new 1 >&- 2>"$scratch/err"
+same 'exit status of generate with a closed output' "$?" 1
+K3_ATTNRES_MIX=x "$program" generate /nonexistent --ids 1 >"$scratch/out" 2>"$scratch/err"
+same 'a wrong environment' "$(grep -c K3_ATTNRES_MIX "$scratch/err")" 1
+# A key that nobody knows is named.
+mkdir "$scratch/strange" && cp "$model"/*.safetensors "$model"/*.json "$scratch/strange"
+sed -i '0,/{/s//{"brand_new": 3,/' "$scratch/strange/config.json"
+expect 0 'config.json: brand_new is a key that was not read' generate "$scratch/strange" --ids 1 --max-new 1
+expect 0 '' inspect "$scratch/strange"
+has 'inspect with an unknown key' 'config.json: brand_new is a key that was not read'
 # Mistakes in files.
 expect 1 'is not a folder' inspect /nonexistent
 expect 1 'is not a folder' generate /etc/passwd --prompt a
@@ -65,7 +89,7 @@ for like in kimi-k3 kimi-k3-0.40b kimi-k3-0.40b-mxfp4 kimi-k3-tiny-random kimi-l
   sizes=("${small[@]}")
   [ $like = kimi-linear-48b ] || sizes+=(--latent 32)
   made=$scratch/$like
-  expect 0 'GB of tensors' make-checkpoint "$made" --like "$like" "${sizes[@]}"
+  expect 0 'MB of tensors' make-checkpoint "$made" --like "$like" "${sizes[@]}"
   expect 1 'nothing is ever overwritten' make-checkpoint "$made" --like "$like" "${sizes[@]}"
   expect 0 '' inspect "$made"
   has "inspect of $like" 'layer map (K KDA, M MLA; d dense, e experts): Kd Ke Ke Me Me'
@@ -90,10 +114,11 @@ has 'statistics of streaming' '"expert_hit_rate":'
 expect 0 'hit rate' chat "$model" --host-memory 1M
 expect 1 'StreamedExperts: memory is 1024' generate "$model" --prompt a --host-memory 1K
 expect 2 '--host-memory: "8X" is not a number of bytes' generate "$model" --prompt a --host-memory 8X
+expect 2 '--gpu-memory: only with --backend cuda' generate "$model" --prompt a --gpu-memory 1G
 expect 2 '--host-memory: "G" is not' generate "$model" --prompt a --host-memory G
 expect 0 '' make-checkpoint "$scratch/one" --like tiny --shards 1 --tokenizer "$model" --vocab 2048
 same 'a copied vocabulary' "$(cmp "$scratch/one/tiktoken.model" "$model/tiktoken.model" && echo same)" same
-expect 0 '' make-checkpoint "$scratch/hollow" --like kimi-k3 --layers 2 --experts 4 --vision --hollow
+expect 0 'hollow files, in' make-checkpoint "$scratch/hollow" --like kimi-k3 --layers 2 --experts 4 --vision --hollow
 expect 0 '' inspect "$scratch/hollow" --gpus 8 --batch 4 --context 1000
 has 'inspect with a vision tower' 'passed over'
 has 'memory' 'on each of 8 GPUs'
@@ -181,6 +206,12 @@ alone = run("chat", model, "--max-new", "10", stdin=b"Again\n").stdout
 assert got.stdout.decode().endswith(alone.decode()) is False, "the second turn does not know the first"
 got = run("chat", model, "--max-new", "10", "--context", "40", stdin=b"Hello\n" * 9)
 assert got.returncode == 1 and b"context of 40 tokens is full" in got.stderr, got
+got = run("chat", model, "--context", "200", "--json", stdin=b"Hello\nAgain\n")
+lines = [json.loads(line) for line in got.stdout.splitlines()]
+assert got.returncode == 1 and lines[-1]["stop"] == "context", got
+assert [line["stop"] for line in lines if "turn" in line] == ["context"], got
+got = run("inspect", model)
+assert b"end tokens: 1794, 1793 ([EOS] of the tokenizer)\n" in got.stdout and b"gate above -5," in got.stdout, got
 got = run("chat", model, "--system", "Be brief.", "--no-think", "--max-new", "5", "--json", stdin=b"a\nb\n")
 lines = [json.loads(line) for line in got.stdout.splitlines()]
 assert lines[-1]["new_tokens"] == 10 and lines[-1]["stop"] == "input", got

@@ -6,25 +6,31 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 1
 
 usage() {
   cat <<'END'
-usage: tests/fuzz/run.sh [--replay] [--build-dir DIR] [--keep DIR] [SECONDS] [TARGET]...
+usage: tests/fuzz/run.sh [--replay] [--build-dir DIR] [--keep DIR] [--jobs N] [SECONDS] [TARGET]...
 
 Builds the targets of tests/fuzz with libFuzzer and the address and undefined-behaviour sanitizers (clang++) and runs
-each for SECONDS (60) from the corpus in tests/fuzz/corpus, one after the other. Closes with `N passed, N failed`.
+each for SECONDS (60) from the corpus in tests/fuzz/corpus, as many at once as there are processors. Closes with
+`N passed, N failed`.
 
   --replay         with any compiler (CXX): only the corpus, each input also cut short and changed
   --build-dir DIR  build there (build-fuzz)
   --keep DIR       start from, and keep new inputs in, DIR/TARGET
+  --jobs N         run N at once
 END
 }
 
-replay=no build=build-fuzz keep='' seconds=60
+replay=no build=build-fuzz keep='' seconds=60 jobs=$(nproc)
 targets=()
 while [ $# -gt 0 ]; do
   case $1 in
     --replay) replay=yes ;;
-    --build-dir | --keep)
+    --build-dir | --keep | --jobs)
       [ $# -gt 1 ] || { usage >&2; exit 2; }
-      if [ "$1" = --keep ]; then keep=$2; else build=$2; fi
+      case $1 in
+        --build-dir) build=$2 ;;
+        --keep) keep=$2 ;;
+        --jobs) jobs=$2 ;;
+      esac
       shift ;;
     -h | --help) usage; exit 0 ;;
     -*) usage >&2; exit 2 ;;
@@ -32,6 +38,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+[[ $jobs =~ ^[1-9][0-9]*$ ]] || { usage >&2; exit 2; }
 if [ ${#targets[@]} = 0 ]; then
   for folder in tests/fuzz/corpus/*/; do targets+=("$(basename "$folder")"); done
 fi
@@ -39,7 +46,6 @@ fi
 mkdir -p "$build"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-passed=0 failed=0
 flags=(-std=c++20 -g -O1 -Iinclude -Itests/fuzz -fsanitize=address -fsanitize=undefined -fno-sanitize-recover=all)
 
 replay() {  # target
@@ -61,13 +67,27 @@ fuzz() {  # target
   echo "$1: $(sed -n 's/^stat::number_of_executed_units: *//p' "$build/$1.log") executions in $seconds s"
 }
 
+# Says what a target said, in one piece, and leaves a file behind for its result.
+run() {  # target
+  local result=failed
+  if { if [ $replay = yes ]; then replay "$1"; else fuzz "$1"; fi; } >"$scratch/$1.said" 2>&1; then result=passed; fi
+  cat "$scratch/$1.said"
+  if [ $result = failed ]; then echo "FAILED: $1"; fi
+  : >"$scratch/$1.$result"
+}
+
+running=0
 for target in "${targets[@]}"; do
-  if if [ $replay = yes ]; then replay "$target"; else fuzz "$target"; fi; then
-    passed=$((passed + 1))
-  else
-    echo "FAILED: $target"
-    failed=$((failed + 1))
+  if [ "$running" -ge "$jobs" ]; then
+    wait -n
+    running=$((running - 1))
   fi
+  run "$target" &
+  running=$((running + 1))
 done
+wait
+passed=0
+for target in "${targets[@]}"; do if [ -e "$scratch/$target.passed" ]; then passed=$((passed + 1)); fi; done
+failed=$((${#targets[@]} - passed))
 echo "$passed passed, $failed failed"
 [ "$failed" = 0 ] && [ "$passed" -gt 0 ]

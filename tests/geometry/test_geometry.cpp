@@ -2,6 +2,7 @@
 #include <k3/geometry/decoder_geometry.hpp>
 #include <k3/geometry/presets.hpp>
 
+#include <limits>
 #include <type_traits>
 
 #include "support/catch.hpp"
@@ -194,6 +195,20 @@ TEST_CASE("geometry: what cannot be a geometry", "[geometry]") {
   check_refused(with(config, [](auto& c) { c.mixers.resize(10001); }), "num_hidden_layers");
   check_refused(with(config, [](auto& c) { c.kda.heads = 0; }), "heads");
   check_refused(with(config, [](auto& c) { c.moe.top_k = 897; }), "top_k");
+  const float nan = std::numeric_limits<float>::quiet_NaN(), infinite = std::numeric_limits<float>::infinity();
+  check_refused(with(config, [](auto& c) { c.kda.head_dim = 1025; }), "head_dim");
+  for (const float bound : {0.0f, 1.0f, nan, -infinite})
+    check_refused(with(config, [&](auto& c) { c.kda.gate_lower_bound = bound; }), "gate_lower_bound");
+  for (const float eps : {-1.0f, 1.0f, nan})
+    check_refused(with(config, [&](auto& c) { c.mla.norm_eps = eps; }), "norm_eps");
+  for (const float factor : {infinite, nan})
+    check_refused(with(config, [&](auto& c) { c.moe.routed_scaling_factor = factor; }), "routed_scaling_factor");
+  for (const float cap : {0.0f, infinite, nan}) {
+    check_refused(with(config, [&](auto& c) { c.moe.activation.beta = cap; }), "beta");
+    check_refused(with(config, [&](auto& c) { c.moe.activation.linear_beta = cap; }), "linear_beta");
+    // Dense layers have the activation too.
+    check_refused(with(config_of(4, 4), [&](auto& c) { c.moe.activation.beta = cap; }), "beta");
+  }
 }
 
 TEST_CASE("a norm in the latent space needs a latent space", "[geometry]") {

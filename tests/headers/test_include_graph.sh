@@ -13,12 +13,11 @@ geometry: core
 formula: core geometry
 ops: core geometry formula
 model: core geometry formula ops
-parallel: core geometry formula ops model
 io: core geometry formula ops model
 kernels: core geometry formula
 cuda: core geometry formula ops model kernels
-k3.hpp: core geometry formula ops model parallel
-k3.cuh: core geometry formula ops model parallel cuda k3.hpp
+k3.hpp: core geometry formula ops model
+k3.cuh: core geometry formula ops model cuda k3.hpp
 version.hpp:
 '
 

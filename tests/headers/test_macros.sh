@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# The headers define no macro but K3_..., and stand a consumer's macros called min and max.
+# The headers define no macro but K3_..., stand a consumer's macros called min and max, and refuse -ffast-math.
 # shellcheck source=tests/headers/common.sh
 . "$(dirname "$0")/common.sh"
 root=$1
@@ -39,12 +39,18 @@ $said"
     headers "$root" $part | with_min_and_max "$root" "$compiler" ||
       fail "$compiler: a header does not stand macros min and max"
   done
+  for flag in -ffast-math -ffinite-math-only; do
+    # shellcheck disable=SC2086
+    said=$(echo '#include <k3/core/config.hpp>' |
+      $compiler -std=c++20 $flag -I"$root/include" -fsyntax-only -x c++ - 2>&1) && fail "$compiler: $flag is accepted"
+    grep -q 'compile without -ffast-math' <<<"$said" || fail "$compiler $flag: $said"
+  done
   echo k3/planted.hpp | leaked "$planted" "$compiler" | grep -q PLANTED || fail "a planted macro was not seen"
   if echo k3/planted.hpp | with_min_and_max "$planted" "$compiler" 2>/dev/null; then
     fail "a planted std::min was not seen"
   fi
 done < <(compilers)
-echo "only K3_ macros; min and max may be macros"
+echo "only K3_ macros; min and max may be macros; -ffast-math is refused"
 have_nvcc || exit 0
 
 # The same of the headers for CUDA, which also stand a toolkit whose half and bfloat16 operators and conversions are

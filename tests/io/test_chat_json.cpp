@@ -55,6 +55,16 @@ TEST_CASE("chat json: calls and their results", "[io][chat]") {
                            "<|open|>tools<|sep|><|open|>call tool=\"add\" index=\"0\"<|sep|>"));
 }
 
+TEST_CASE("chat json: nothing hides behind a NUL byte, and no message is longer than a line", "[io][chat]") {
+  CHECK(k3::test::contains(problem(std::string("[]\0[3]", 6)), "a NUL byte (at byte 2)"));
+  const std::string arguments =
+      R"([{"role":"assistant","content":"","tool_calls":[{"function":{"name":"f","arguments":"{}\u0000x"}}]}])";
+  CHECK(k3::test::contains(problem(arguments), "a NUL byte"));
+  for (const char* beginning : {"[{\"role\":\"", "{\"", "[\""})
+    CHECK(problem(beginning + std::string(1000000, 'b')).size() < 1000);
+  CHECK(problem("[{\"role\":\"user\",\"" + std::string(1000000, 'b') + "\":1}]").size() < 1000);
+}
+
 TEST_CASE("chat json: everything else is refused with its place", "[io][chat]") {
   const std::pair<const char*, const char*> cases[] = {
       {"", "chat.json: "},

@@ -199,5 +199,14 @@ TEST_CASE("writer: nothing is overwritten, nothing half-written stays", "[io][wr
   k3::RandomCheckpoint narrow = what;
   narrow.config.vocab_size = 511;
   CHECK_THROWS_AS(k3::write_random_checkpoint(folder / "narrow", narrow), k3::invalid_argument);
+  // Numbers that would first fill the memory: what cannot be read again is not begun.
+  k3::RandomCheckpoint many = what;
+  many.config.moe.n_routed = 0x7fffffff;
+  CHECK_THROWS_AS(k3::write_random_checkpoint(folder / "many", many), k3::invalid_argument);
+  for (const k3::size vocabulary : {k3::size{0x7fffffff}, k3::size{17100000}}) {
+    k3::RandomCheckpoint wide = what;
+    wide.config.vocab_size = vocabulary;
+    CHECK_THROWS_AS(k3::write_random_checkpoint(folder / "wide", wide), k3::invalid_argument);
+  }
   CHECK_THROWS_AS(k3::family_member("kimi-k4"), k3::invalid_argument);
 }

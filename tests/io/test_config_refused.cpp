@@ -58,6 +58,22 @@ TEST_CASE("config: what is not supported is refused by key and value", "[config]
   for (const char* key : {"final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "embedding_scale"})
     check_text_refused(key, 30.0, "is 30.0, expected null or nothing");
   check_text_refused("num_key_value_heads", 2, "is 2, expected num_attention_heads, 8");
+  check_text_refused("sliding_window", 16, "is 16, expected null or nothing");
+  check_text_refused("swiglu_limit", 7.0, "is 7.0, expected null or nothing");
+  check_text_refused("clip_qkv", 8.0, "is 8.0, expected null or nothing");
+  for (const char* key : {"residual_multiplier", "embedding_multiplier", "attention_multiplier", "logits_scaling"})
+    check_text_refused(key, 0.5, "is 0.5, expected 1 or nothing");
+  for (const char* key : {"qk_norm", "use_qk_norm"}) check_text_refused(key, true, "is true, expected false");
+  for (const char* key : {"router_bias", "moe_router_bias", "o_proj_bias"})
+    check_text_refused(key, true, "is true, expected false: linears have no bias");
+  check_text_refused("norm_topk_prob", false, "is false, expected true, as moe_renormalize");
+  check_text_refused("moe_hidden_act", "gelu", "is \"gelu\", expected hidden_act, situ");
+  check_text_refused("partial_rotary_factor", 0.5, "is 0.5, expected 1");
+  check_linear_refused("use_qk_l2norm", false, "is false, expected true");
+  check_linear_refused("allow_neg_eigval", true, "is true, expected false");
+  check_linear_refused("short_conv_bias", true, "is true, expected false");
+  check_linear_refused("conv_act", "gelu", "is \"gelu\", expected");
+  check_linear_refused("head_dim", 1025, "is 1025, expected at most 1024");
   check_linear_refused("gate_lower_bound", 0.5, "is 0.5, expected a negative number");
   // Neutral values pass.
   Json config = four_layers();
@@ -69,9 +85,29 @@ TEST_CASE("config: what is not supported is refused by key and value", "[config]
                                 {"num_nextn_predict_layers", 0},
                                 {"scoring_func", "sigmoid"},
                                 {"logit_scale", nullptr},
+                                {"sliding_window", nullptr},
+                                {"residual_multiplier", 1.0},
+                                {"logits_scaling", 1},
+                                {"router_bias", false},
+                                {"use_expert_bias", true},
+                                {"qk_norm", false},
+                                {"norm_topk_prob", true},
+                                {"moe_hidden_act", "situ"},
+                                {"partial_rotary_factor", 1.0},
                                 {"num_key_value_heads", nullptr},
                                 {"something_new", 5}});
-  CHECK_NOTHROW(config_from_json(config, file));
+  config["text_config"]["linear_attn_config"].update({{"use_qk_l2norm", true}, {"chunk_size", 64}});
+  config["torch_dtype"] = "bfloat16";
+  config["another"] = {1};
+  // What nobody knew is named; what is known to say nothing is not.
+  CHECK(config_from_json(config, file).unread_keys ==
+        std::vector<std::string>{"another", "text_config.something_new", "text_config.use_expert_bias",
+                                 "text_config.linear_attn_config.chunk_size"});
+  config["text_config"].update({{"another", 1}});
+  CHECK(config_from_json(config["text_config"], file).unread_keys ==
+        std::vector<std::string>{"another", "something_new", "use_expert_bias", "linear_attn_config.chunk_size"});
+  for (const Json& released : {kimi_k3_config(), twin_config(), kimi_linear_config()})
+    CHECK(config_from_json(released, file).unread_keys.empty());
 }
 
 TEST_CASE("config: the quantisation", "[config]") {
@@ -183,7 +219,8 @@ TEST_CASE("config: numbers that cannot be (case 59)", "[config]") {
 TEST_CASE("config: sizes whose products pass 64 bits", "[config]") {
   Json config = four_layers();
   const int most = 2147483647;
-  config["text_config"]["linear_attn_config"].update({{"num_heads", most}, {"head_dim", most}});
+  config["text_config"]["linear_attn_config"].update(
+      {{"num_heads", most}, {"head_dim", 1024}, {"short_conv_kernel_size", most}});
   const format_error problem = refusal(config);
   CHECK(contains(problem.what(), "too large, expected a product below 2^64"));
   config = four_layers();
@@ -222,6 +259,8 @@ TEST_CASE("config: files that are no config", "[config]") {
   refused("{\"a\":1e999}", "is not valid JSON");
   refused("{\"a\":NaN}", "is not valid JSON");
   refused(std::string("{\0}", 3), "is not valid JSON");
+  refused(four_layers().dump() + std::string("\0{\"more\":", 10), "is not valid JSON: a NUL byte");
+  refused("{\"a\":\"" + std::string(1000000, 'b'), "is not valid JSON");
   refused("[]", "is [], expected an object of settings");
   refused("null", "is null, expected an object of settings");
   refused("7", "is 7, expected an object of settings");

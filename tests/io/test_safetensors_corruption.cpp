@@ -78,6 +78,7 @@ TEST_CASE("safetensors: a header that is no JSON object", "[safetensors]") {
   check_refused("{}\n", 0, "", "does not end with '}'");
   check_refused("{}x", 0, "", "does not end with '}'");
   check_refused(std::string("{}\0", 3), 0, "", "does not end with '}'");
+  check_refused(std::string("{}\0{}", 5), 0, "", "a NUL byte");
   check_refused("{}}", 0, "", "invalid JSON");
   check_refused("{} {}", 0, "", "invalid JSON");
   check_refused("{\"a\"}", 0, "a", "invalid JSON");

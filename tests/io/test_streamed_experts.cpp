@@ -6,6 +6,8 @@
 #include <cstdlib>
 #include <new>
 
+#include <k3/io/weight_reader.hpp>
+
 #include "io/checkpoint_support.hpp"
 
 // Memory taken with an alignment, as the slots are.
@@ -83,7 +85,7 @@ TEST_CASE("streaming: the same bits at every budget", "[streaming]") {
     CHECK((decode(streamed.model, prompt, 12) == expected));
     const StreamingStatistics first = streamed.experts->statistics();
     CHECK(first.misses > 0);
-    CHECK(first.bytes_read >= first.misses * (sizes.slot - 2 * detail::ExpertLayout::alignment * 6));
+    CHECK(first.bytes_read >= first.misses * (sizes.slot - 2 * detail::ExpertFileLayout::alignment * 6));
     if (memory >= all) {
       // Everything has its place: nothing is read twice.
       CHECK(first.misses <= sizes.slots_of_all);
@@ -238,6 +240,51 @@ TEST_CASE("streaming: uses count less with time", "[streaming]") {
   for (int i = 0; i < 5000; ++i) uses.use(2);  // past where weights are scaled down
   CHECK(uses[2] == uses[2]);
   CHECK(uses[0] < 1e-90);
+}
+
+TEST_CASE("streaming: a window of few slots, in memory that somebody else gives", "[streaming]") {
+  const std::string folder = test::data_path("k3-tiny-13l");
+  const K3CpuModel resident = from_pretrained(folder);
+  const std::vector<id> prompt = long_prompt(resident, 12);
+  const Decoded expected = decode(resident, prompt, 4);
+  std::vector<std::byte> memory;
+  const auto give = [&](size bytes) {
+    memory.resize(bytes + 64);
+    const size ahead = 64 - reinterpret_cast<std::uintptr_t>(memory.data()) % 64;
+    return std::shared_ptr<std::byte>(memory.data() + ahead, [](std::byte*) {});
+  };
+  for (const size window : {size{1}, size{2}, size{7}}) {
+    CAPTURE(window);
+    const size before = slot_memory_taken;
+    const StreamedModel streamed = stream_pretrained(folder, {.readers = 3, .window = window, .allocate = give});
+    CHECK(slot_memory_taken == before);
+    CHECK(streamed.experts->slots() == window);
+    CHECK(memory.size() == window * streamed.experts->slot_bytes() + 64);
+    CHECK((decode(streamed.model, prompt, 4) == expected));
+  }
+  const auto nothing = [](size) { return std::shared_ptr<std::byte>(); };
+  const auto problem = thrown<invalid_argument>([&] { stream_pretrained(folder, {.window = 3, .allocate = nothing}); });
+  CHECK(problem.argument() == "memory");
+}
+
+TEST_CASE("streaming: the rest of the model through its reader, and a file that has become shorter", "[streaming]") {
+  const ScratchFolder folder;
+  const MutableCheckpoint checkpoint("k3-tiny-5l");
+  checkpoint.write(folder);
+  const auto files = std::make_shared<const Safetensors>(open_safetensors_set(folder.path));
+  const WeightReader read(files);
+  const MappedFile& file = files->files()[0];
+  std::vector<std::byte> got(300), here(300, std::byte{7});
+  read(file.data() + 1001, got.size(), got.data());
+  CHECK(std::memcmp(got.data(), file.data() + 1001, got.size()) == 0);
+  read(here.data(), got.size(), got.data());
+  CHECK((got == here));
+  std::filesystem::resize_file(file.path(), 1100);
+  const auto problem = thrown<format_error>([&] { read(file.data() + 1001, got.size(), got.data()); });
+  INFO(problem.what());
+  CHECK(problem.path() == file.path());
+  CHECK(problem.offset() == 1100);
+  CHECK(contains(problem.what(), "the file ends here"));
 }
 
 TEST_CASE("streaming: several decoders share one budget", "[streaming]") {

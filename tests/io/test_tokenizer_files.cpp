@@ -104,6 +104,12 @@ TEST_CASE("good vocabulary files are taken", "[io][tokenizer]") {
   CHECK(tokenizer.encode("abcdab") == Ids{258, 256});
   CHECK(tokenizer.special_id("[PAD]") == 514);
   CHECK(tokenizer.decode(Ids{259, 260, 514}, k3::SpecialText::skip) == "[PAD]");
+  Tokenizer from = tokenizer;
+  const Tokenizer taken = std::move(from);  // which leaves `from` as it was
+  for (const Tokenizer* one : {&std::as_const(from), &taken}) {
+    CHECK(one->encode("abcdab") == Ids{258, 256});
+    CHECK(one->token_bytes(3) == tokenizer.token_bytes(3));
+  }
   std::swap(lines[3], lines[257]);  // any order
   CHECK(load(file_of(lines)).encode("abcdab") == Ids{258, 256});
   std::string open = file_of(lines);
@@ -188,4 +194,5 @@ TEST_CASE("bad names are refused with their place", "[io][tokenizer]") {
   check_config("{\"a\": \"\xFF\"}", 8, "parse error");
   check_config(std::string(100, '['), 66, "nested");
   check_config(good_config + "x", good_config.size() + 1, "parse error");
+  check_config(good_config + std::string("\0x", 2), good_config.size(), "a NUL byte");
 }

@@ -113,4 +113,8 @@ TEST_CASE("austen: likelihood of the held-out passage") {
   CHECK(std::abs(bf16.mean - reference) <= 5e-3 * reference);
   CHECK(share >= 0.95);
   check(compare(fp64.first, heldout["first_nll"].get<std::vector<double>>(), 0, 1e-5));
+  // What the device's tests, which have no tokenizer and no double, are given of this passage.
+  const nlohmann::json given = read_json_file(data_path("austen_heldout.json"));
+  CHECK(given["ids"].get<std::vector<id>>() == tokens);
+  CHECK(given["argmax_fp64"].get<std::vector<id>>() == fp64.best);
 }

@@ -3,6 +3,7 @@
 // are.
 
 #include <limits>
+#include <stdexcept>
 
 #include <k3/model/synthetic.hpp>
 
@@ -99,6 +100,9 @@ TEST_CASE("cases 10, 46 and 50: sequences of a batch are computed as if alone, p
   decoder.forward(together, first.batch());
   const std::vector<double> of_padding = elements(decoder.logits()[0]), after_seven = elements(decoder.logits()[1]);
   for (const double logit : of_padding) CHECK(logit == 0.0);
+  CHECK(decoder.status(0) == RowStatus::padding);
+  CHECK_THROWS_AS(decoder.argmax(0), invalid_argument);
+  CHECK(decoder.status(1) == RowStatus::ok);
   OwnedBatch second;  // the rest of sequence 0 beside all of 1
   second.add_tokens(sequences[0], 7, sequences[0].size() - 7, 3);
   second.add_tokens(sequences[1], 0, sequences[1].size(), 7);
@@ -178,6 +182,20 @@ TEST_CASE("cases 70 and 72: a batch that cannot be taken changes nothing and nam
   OwnedBatch lengths = rows({{1, 0, 0}});
   lengths.slots.push_back(0);
   refused(lengths, "slots");
+  // Views that have no memory, or none of their own for every row.
+  const OwnedBatch whole = rows({{1, 0, 0}, {2, 0, 1}});
+  const auto refused_view = [&](auto&& damage, const char* argument) {
+    DecoderBatch wrong = whole.batch();
+    damage(wrong);
+    CHECK_THROWS_AS(decoder.forward(cache, wrong), invalid_argument);
+    INFO(argument);
+    CHECK(cache.to_bytes(0) == before[0]);
+  };
+  refused_view([](DecoderBatch& b) { b.tokens.data = nullptr; }, "tokens");
+  refused_view([](DecoderBatch& b) { b.slots.data = nullptr; }, "slots");
+  refused_view([](DecoderBatch& b) { b.positions.data = nullptr; }, "positions");
+  refused_view([](DecoderBatch& b) { b.logit_rows = {nullptr, {1}, {1}}; }, "logit_rows");
+  refused_view([&](DecoderBatch& b) { b.logit_rows = {whole.positions.data(), {1}, {2}}; }, "logit_rows");
 
   // Up to the capacity of 8 and not one further.
   OwnedBatch fill;
@@ -279,32 +297,64 @@ TEST_CASE("an expert that cannot be read ends the step and leaves its sequences 
   CHECK(cache.to_bytes(1) == idle);
 }
 
-TEST_CASE("a decoder is not made for a model that lacks a weight, and names it") {
-  const auto refused = [](auto&& damage, const std::string& name) {
-    K3CpuModel model = small();
-    damage(model);
-    try {
-      Decoder<Fp32> decoder(host{1}, model);
-      FAIL("accepted without " << name);
-    } catch (const invalid_argument& problem) {
-      INFO(problem.what());
-      CHECK(std::string(problem.what()).find(name) != std::string::npos);
-    }
+TEST_CASE("a pass that an exception ended leaves no results, and rollback makes its sequence usable again") {
+  Decoder<Fp32> decoder(host{1}, small(), 4, 1);
+  HybridCache<Fp32> cache = decoder.make_cache(1, 8);
+  const auto step = [&](id token, const char* stop_at) {
+    OwnedBatch batch;
+    batch.add(token, 0, cache.position(0), true);
+    decoder.forward(cache, batch.batch(), [&](const char* name, size, const auto&) {
+      if (std::string(name) == stop_at) throw std::runtime_error("stop");
+    });
   };
-  refused([](K3CpuModel& m) { m.weights.layers[2].kda.q_proj = {}; }, "model.layers.2.self_attn.q_proj.weight");
-  refused([](K3CpuModel& m) { m.weights.layers[3].mla.kv_b_proj = m.weights.layers[3].mla.o_proj; }, "kv_b_proj");
-  refused([](K3CpuModel& m) { m.weights.layers[1].experts = nullptr; }, "model.layers.1.block_sparse_moe.experts");
-  refused([](K3CpuModel& m) { m.weights.lm_head = {}; }, "lm_head.weight");
-  refused([](K3CpuModel& m) { m.weights.layers.pop_back(); }, "weights.layers");
-  refused(
-      [](K3CpuModel& m) {
-        m.config.attn_res_block_size = 2;
-        m.config.tie_word_embeddings = true;
-      },
-      "lm_head");
-  CHECK_THROWS_AS(Decoder<Fp32>(host{1}, small(), 0, 1), invalid_argument);
-  CHECK_THROWS_AS(Decoder<Fp32>(host{1}, small(), 2, 3), invalid_argument);
-  Ablation beyond;
-  beyond.force_expert = 4;
-  CHECK_THROWS_AS(Decoder<Fp32>(host{1}, small(), 2, 1, beyond), invalid_argument);
+  for (const char* part : {"embed", "attn_out", "router_logits", "residual", "final_hidden"}) {
+    INFO(part);
+    cache.reset(0);
+    step(1, "");
+    const RollbackPoint<Fp32> point = cache.rollback_point(0);
+    CHECK_THROWS_AS(step(2, part), std::runtime_error);
+    CHECK(decoder.status(0) == RowStatus::interrupted);
+    CHECK_THROWS_AS(decoder.argmax(0), invalid_argument);
+    for (const float logit : decoder.logits_row(0)) REQUIRE(logit != logit);
+    CHECK(cache.status(0) == RowStatus::interrupted);
+    CHECK_THROWS_AS(step(3, ""), invalid_argument);
+    cache.rollback(point);
+    step(3, "");
+    check(same_bits(elements(decoder.logits()), prefilled_logits<Fp32>(small(), {1, 3}, 4, host{1})));
+  }
+}
+
+TEST_CASE("an observer cannot start a pass of its own decoder") {
+  Decoder<Fp32> decoder(host{1}, small(), 4, 1);
+  HybridCache<Fp32> cache = decoder.make_cache(2, 8);
+  OwnedBatch batch, inner;
+  batch.add_tokens({1, 2}, 0, 2, 0);
+  inner.add(2, 1, 0, true);
+  size refused = 0;
+  decoder.forward(cache, batch.batch(), [&](const char*, size, const auto&) {
+    try {
+      decoder.forward(cache, inner.batch());
+    } catch (const invalid_argument&) {
+      ++refused;
+    }
+  });
+  CHECK(refused > 10);
+  CHECK(cache.position(1) == 0);
+  check(same_bits(elements(decoder.logits()), prefilled_logits<Fp32>(small(), {1, 2}, 4, host{1})));
+  decoder.forward(cache, inner.batch());  // and afterwards it runs again
+  CHECK(cache.position(1) == 1);
+}
+
+TEST_CASE("a decoder and a cache that were moved from take nothing") {
+  Decoder<Fp32> decoder(host{1}, small(), 4, 1);
+  HybridCache<Fp32> cache = decoder.make_cache(1, 8);
+  Decoder<Fp32> taken(std::move(decoder));
+  OwnedBatch padding;
+  padding.add(0, pad_slot, 0, true);
+  CHECK_THROWS_AS(decoder.forward(cache, padding.batch()), invalid_argument);
+  HybridCache<Fp32> kept(std::move(cache));
+  CHECK_THROWS_AS(decoder.forward(cache, padding.batch()), invalid_argument);
+  CHECK_THROWS_AS(cache.reset(0), invalid_argument);
+  taken.forward(kept, padding.batch());
+  CHECK(taken.status(0) == RowStatus::padding);
 }

@@ -77,6 +77,9 @@ TEST_CASE("case 72: prompts that are empty or leave the vocabulary are refused b
       CHECK(problem.argument().find("prompt") != std::string::npos);
     }
   }
+  const HostView<const id, 1> nowhere{nullptr, {3}, {1}};
+  CHECK_THROWS_AS(greedy_decode(decoder, cache, 0, nowhere, {1}), invalid_argument);
+  CHECK_THROWS_AS(prefill(decoder, cache, 0, nowhere), invalid_argument);
   CHECK(cache.to_bytes(0) == before);
   const std::vector<id> one = {1};
   CHECK_THROWS_AS(greedy_decode(decoder, cache, 1, view(one), {1}), invalid_argument);  // there is no slot 1

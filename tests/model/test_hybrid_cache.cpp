@@ -11,6 +11,14 @@ using namespace k3::test;
 
 namespace {
 
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool sanitized = true;
+#elif defined(__has_feature)
+constexpr bool sanitized = __has_feature(address_sanitizer);
+#else
+constexpr bool sanitized = false;
+#endif
+
 const K3CpuModel& model() {
   static const K3CpuModel small = synthetic_small();
   return small;
@@ -50,6 +58,34 @@ TEST_CASE("HybridCache: the kinds of its layers follow the graph") {
   CHECK_THROWS_AS(HybridCache<Fp32>(model().graph, model().config.kda, model().config.mla, ~size{0} / 4, 16),
                   invalid_argument);
   CHECK_THROWS_AS(cache.position(2), invalid_argument);
+}
+
+TEST_CASE("HybridCache: bytes_needed is what the layers hold") {
+  const K3Config& config = model().config;
+  const HybridCache<Fp32> cache(model().graph, config.kda, config.mla, 3, 16);
+  std::uint64_t held = 0;
+  for (size layer = 0; layer < cache.layers(); ++layer) {
+    if (const auto* mla = cache.mla(layer)) held += mla->bytes();
+    if (const auto* kda = cache.kda(layer)) held += 3 * 4 * (kda->recurrent(0).elements() + kda->conv(0).elements());
+  }
+  CHECK(held == HybridCache<Fp32>::bytes_needed(model().graph, config.kda, config.mla, 3, 16));
+}
+
+TEST_CASE("HybridCache: where there is not enough memory it says how much is needed") {
+  if (sanitized) return;  // a sanitizer ends the program instead
+  // 2^31 - 1 positions of 4096 slots: 211 TB a layer, more than a process can address.
+  const size slots = 4096, capacity = (size{1} << 31) - 1;
+  const K3Config& config = model().config;
+  const std::uint64_t needed = HybridCache<Fp32>::bytes_needed(model().graph, config.kda, config.mla, slots, capacity);
+  bool thrown = false;
+  try {
+    const HybridCache<Fp32> cache(model().graph, config.kda, config.mla, slots, capacity);
+  } catch (const out_of_memory& problem) {
+    thrown = true;
+    CHECK(problem.needed() == needed);
+    CHECK(std::string(problem.what()).find(std::to_string(needed) + " bytes") != std::string::npos);
+  }
+  CHECK(thrown);
 }
 
 TEMPLATE_TEST_CASE("cache bytes: round trip in every precision", "", Fp32, Fp64, Bf16) {
@@ -180,4 +216,59 @@ TEST_CASE("rollback: only to a point of the slot's own past") {
   CHECK_THROWS_AS(cache.rollback(damaged), invalid_argument);
   cache.reset(0);
   CHECK_THROWS_AS(cache.rollback(early), invalid_argument);
+}
+
+TEST_CASE("rollback: a point of tokens that were taken back stays refused, those before them stay good") {
+  HybridCache<Fp32> cache = filled(1, 32);
+  const auto point_after = [&](id token) {
+    step(cache, 0, token);
+    return cache.rollback_point(0);
+  };
+  const RollbackPoint<Fp32> first = point_after(1), second = point_after(2);
+  const RollbackPoint<Fp32> third = point_after(3), fourth = point_after(4);
+  cache.rollback(second);
+  const std::vector<unsigned char> at_second = cache.to_bytes(0);
+  const RollbackPoint<Fp32> other_third = point_after(7), other_fourth = point_after(8);
+  step(cache, 0, 5);
+  for (const RollbackPoint<Fp32>* gone : {&third, &fourth}) CHECK_THROWS_AS(cache.rollback(*gone), invalid_argument);
+  cache.rollback(other_fourth);
+  cache.rollback(other_third);
+  CHECK_THROWS_AS(cache.rollback(other_fourth), invalid_argument);
+  step(cache, 0, 9);
+  CHECK_THROWS_AS(cache.rollback(other_fourth), invalid_argument);
+  cache.rollback(other_third);
+  cache.rollback(second);
+  CHECK(cache.to_bytes(0) == at_second);
+  step(cache, 0, 3);
+  for (const RollbackPoint<Fp32>* gone : {&third, &other_third}) {
+    step(cache, 0, 3);
+    CHECK_THROWS_AS(cache.rollback(*gone), invalid_argument);
+  }
+  cache.rollback(first);
+  cache.rollback(first);
+  HybridCache<Fp32> fresh = filled(1, 32);
+  step(fresh, 0, 1);
+  check(same_bits(step(cache, 0, 2), step(fresh, 0, 2)));
+}
+
+TEST_CASE("rollback: points belong to one cache, and copies share only the past that they have in common") {
+  HybridCache<Fp32> one = filled(2), two = filled(2);
+  const RollbackPoint<Fp32> before = one.rollback_point(0);
+  CHECK_THROWS_AS(two.rollback(before), invalid_argument);
+  RollbackPoint<Fp32> neighbour = before;
+  neighbour.slot = 1;
+  CHECK_THROWS_AS(one.rollback(neighbour), invalid_argument);
+  HybridCache<Fp32> copy = one;
+  step(one, 0, 3);
+  const RollbackPoint<Fp32> of_original = one.rollback_point(0);
+  step(copy, 0, 4);
+  const RollbackPoint<Fp32> of_copy = copy.rollback_point(0);
+  step(copy, 0, 5);
+  step(one, 0, 5);
+  CHECK_THROWS_AS(copy.rollback(of_original), invalid_argument);
+  CHECK_THROWS_AS(one.rollback(of_copy), invalid_argument);
+  copy.rollback(of_copy);
+  copy.rollback(before);
+  one.rollback(before);
+  CHECK(one.to_bytes(0) == copy.to_bytes(0));
 }

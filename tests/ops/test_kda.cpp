@@ -255,6 +255,10 @@ TEST_CASE("KdaState is zero at first and after reset, and copies are independent
   check_refused("KdaState", "slot", [&] { copy.conv(7); });
   check_refused("KdaState", "geometry.heads", [] { KdaState<>(KdaConfig{0, 4, 4}, 1); });
   check_refused("KdaState", "", [] { KdaState<>(KdaConfig{size{1} << 30, size{1} << 20, 4}, 1); });
-  check_refused("KdaState", "slots", [] { KdaState<>(KdaConfig{size{1} << 20, size{1} << 15, 4}, size{1} << 20); });
+  check_refused("KdaState", "its size", [] { KdaState<>(KdaConfig{size{1} << 40, 1024, 4}, size{1} << 20); });
   check_refused("KdaState", "slots", [] { KdaState<>(tiny::Kda{}, size{1} << 31); });
+  const KdaState<float, bf16> taken = std::move(state);
+  CHECK((taken.slots() == 3 && all(taken, 2, 2)));
+  CHECK((state.slots() == 0 && state.view().recurrent.empty()));  // what was moved from is empty
+  check_refused("KdaState", "slot", [&] { state.reset(0); });
 }

@@ -188,6 +188,14 @@ TEST_CASE("kda_gate, short_conv and gated_rms_norm refuse what does not fit", "[
   check_refused("gated_rms_norm", "gate", norm(z, out.slice(0, 0, 1), weight, out));
   check_refused("gated_rms_norm", "weight", norm(z, out, bias, out));
   check_refused("gated_rms_norm", "out", norm(z, out, weight, out.slice(1, 0, 7)));
+  const auto strided = [&](size count) { return View<const float, 1>{memory.data() + 120, {count}, {2}}; };
+  const auto nowhere = [](size count) { return View<const float, 1>{nullptr, {count}, {1}}; };
+  check_refused("gated_rms_norm", "weight", norm(z, out, strided(4), out));
+  check_refused("gated_rms_norm", "weight", norm(z, out, nowhere(4), out));
+  check_refused("kda_gate", "A_log", gate(g, z, strided(2), bias, -5.0f, out));
+  check_refused("kda_gate", "A_log", gate(g, z, nowhere(2), bias, -5.0f, out));
+  check_refused("kda_gate", "dt_bias", gate(g, z, a_log, strided(8), -5.0f, out));
+  check_refused("kda_gate", "dt_bias", gate(g, z, a_log, nowhere(8), -5.0f, out));
 
   std::vector<id> ids = {0, 0, 1};
   const auto taps = view(memory.data() + 130, 8, 3);

@@ -136,7 +136,7 @@ TEST_CASE("linear: threads share large products without changing a bit", "[linea
 
 TEST_CASE("linear: an MXFP4 product has the bits of dequantise, then multiply", "[linear][mxfp4]") {
   for (const size columns : sizes{32, 64, 96, 640, 4096 + 32, 8192 + 96})
-    for (const size batch : sizes{1, 2, 7, 33}) {
+    for (const size batch : sizes{1, 2, 5, 6, 7, 9, 18, 33}) {
       const size rows = 21;
       CAPTURE(columns, batch);
       const Mxfp4Data m(rows, columns, 15);

@@ -237,4 +237,26 @@ TEST_CASE("a copied cache goes its own way", "[mla]") {
   CHECK(std::memcmp(before.row(0, 0), kv.row(0, 0), kv.bytes()) == 0);
   const MlaKv<float> moved = std::move(copy);
   CHECK(moved.length(0) == 15);
+  // What was moved from is empty, and so are its copies.
+  const MlaKv<float> of_nothing = copy;
+  for (const MlaKv<float>* empty : {static_cast<const MlaKv<float>*>(&copy), &of_nothing}) {
+    CHECK((empty->slots() == 0 && empty->capacity() == 0 && empty->bytes() == 0));
+    CHECK(empty->view().pages.data == nullptr);
+    CHECK_THROWS_AS(empty->row(0, 0), invalid_argument);
+    CHECK_THROWS_AS(empty->length(0), invalid_argument);
+  }
+  CHECK_THROWS_AS(inputs.decode(host{1}, g, copy.view(), 0, 0, 1), invalid_argument);
+  copy = moved;
+  CHECK(std::memcmp(copy.row(0, 0), moved.row(0, 0), kv.bytes()) == 0);
+
+  MlaWorkspace<float> workspace(g, 2);
+  const MlaWorkspace<float> kept(std::move(workspace));
+  CHECK((workspace.max_rows() == 0 && kept.max_rows() == 2));
+  CHECK_THROWS_AS(workspace.check("test", g, 1), invalid_argument);
+  CHECK_THROWS_AS(MlaWorkspace<float>(g, size{1} << 60), invalid_argument);
+  MlaExpandedKv<float> expanded(g, 1);
+  const MlaExpandedKv<float> taken(std::move(expanded));
+  const std::vector<float> key(24), value(16);
+  CHECK_THROWS_AS(expanded.append(view(key), view(value)), invalid_argument);
+  CHECK(taken.capacity() == 1);
 }

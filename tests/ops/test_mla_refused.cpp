@@ -75,7 +75,7 @@ TEST_CASE("MLA refuses what its arguments show to be wrong and changes nothing",
   refused([](Call& c) { c.q.extents[1] = 23; }, {"mla_decode_token: q is [3, 23], expected [3, 24]"});
   refused([](Call& c) { c.q.extents[0] = 2; }, {"q is [2, 24]"});
   refused([](Call& c) { c.kv_a.extents[1] = 13; }, {"kv_a is [3, 13], expected [3, 14]"});
-  refused([](Call& c) { c.norm.extents[0] = 9; }, {"kv_a_layernorm's length is 9, expected 10"});
+  refused([](Call& c) { c.norm.extents[0] = 9; }, {"kv_a_layernorm is [9], expected [10]"});
   refused([](Call& c) { c.kv_b.extents[0] = 27; }, {"kv_b is [27, 10], expected [28, 10]"});
   refused([](Call& c) { c.kv_b = {}; }, {"kv_b is absent"});
   refused([](Call& c) { c.kv_b.type = ElementType::mxfp4; }, {"kv_b is MXFP4"});
@@ -144,6 +144,9 @@ TEST_CASE("the parts of MLA name themselves and what is wrong", "[mla]") {
   check_refused([&] { append(g, late, 1e-6f); }, {"mla_append", "capacity of 4", "cache full"});
   check_refused([&] { append(g, positions, -1.0f); }, {"mla_append", "norm_eps"});
   check_refused([&] { append(rope, positions, 1e-6f); }, {"mla_append", "mla_use_nope"});
+  for (const View<const float, 1>& norm : {View<const float, 1>{big.data(), {10}, {2}}, {nullptr, {10}, {1}}})
+    check_refused([&] { mla_append(host{1}, g, f(1, 14), norm, 1e-6f, view(slots), view(positions), kv.view()); },
+                  {"mla_append: kv_a_layernorm is"});
   const auto attend = [&](const MlaConfig& c, auto q, auto o, const std::vector<id>& p) {
     mla_attend(host{1}, c, q, kv.view(), view(slots), view(p), o);
   };

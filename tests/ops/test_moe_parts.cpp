@@ -245,7 +245,12 @@ TEST_CASE("the mixture-of-experts operations name what does not fit and change n
   CHECK(thrown_by([&] { forward<Fp32>(medium, x, stored.weights, stored.experts, small); }) ==
         op + "workspace.max_rows");
   CHECK(thrown_by([&] { MoeWorkspace<Fp32>(LatentMoeConfig{}, 1); }) == "MoeWorkspace/geometry.hidden");
-  CHECK(thrown_by([&] { MoeWorkspace<Fp32>(medium, ~size{0} / 2); }) == "MoeWorkspace/max_rows * top_k");
+  CHECK(thrown_by([&] { MoeWorkspace<Fp32>(medium, ~size{0} / 2); }) == "MoeWorkspace/its size");
+  for (const size rows : {size{1} << 62, size{1} << 61, size{1} << 60})
+    CHECK(thrown_by([&] { MoeWorkspace<Fp32>(LatentMoeConfig{4, 4, 4, 2, 1, 1}, rows); }) == "MoeWorkspace/its size");
+  CHECK(thrown_by([] { MlpWorkspace<Fp32>((size{1} << 62) + 1, 2); }) == "MlpWorkspace/its size");
+  CHECK(thrown_by([] { MlpWorkspace<Fp32>(size{1} << 63, 2); }) == "MlpWorkspace/width");
+  CHECK(thrown_by([] { MlpWorkspace<Fp32>(size{1} << 60, 1); }) == "MlpWorkspace/its size");
   MlpWorkspace<Fp32> narrow(3, 2);
   const MlpWeights& w = stored.weights.shared_experts;
   CHECK(thrown_by([&] {
@@ -259,4 +264,26 @@ TEST_CASE("the mixture-of-experts operations name what does not fit and change n
   MoeWorkspace<Fp32> none(medium, 0);  // no rows: nothing to do
   const std::vector<float> nothing;
   CHECK(forward<Fp32>(medium, nothing, stored.weights, stored.experts, none).empty());
+}
+
+TEST_CASE("a workspace that was moved from has no rows", "[latent_moe]") {
+  const Layer l = random_layer(medium, 131);
+  const Stored<float> stored(l);
+  const auto x = converted<float>(exact_normal(2 * medium.hidden, 130, 1.0));
+  MoeWorkspace<Fp32> moe(medium, 2);
+  const std::vector<float> want = forward<Fp32>(medium, x, stored.weights, stored.experts, moe);
+  MoeWorkspace<Fp32> taken(std::move(moe));
+  CHECK(moe.max_rows() == 0);
+  CHECK(thrown_by([&] { forward<Fp32>(medium, x, stored.weights, stored.experts, moe); }) ==
+        "latent_moe_forward/workspace.max_rows");
+  CHECK(thrown_by([&] { moe.expert_rows(0); }) == "MoeWorkspace::expert_rows/e");
+  CHECK(moe.router_logits().extent(0) == 0);
+  check(same_bits(forward<Fp32>(medium, x, stored.weights, stored.experts, taken), want));
+  moe = std::move(taken);
+  check(same_bits(forward<Fp32>(medium, x, stored.weights, stored.experts, moe), want));
+  CHECK(thrown_by([&] { moe.expert_rows(medium.n_routed); }) == "MoeWorkspace::expert_rows/e");
+
+  MlpWorkspace<Fp32> mlp(4, 3);
+  const MlpWorkspace<Fp32> kept(std::move(mlp));
+  CHECK((mlp.width() == 0 && mlp.max_rows() == 0 && kept.width() == 4 && kept.max_rows() == 3));
 }

@@ -107,3 +107,19 @@ TEST_CASE("rms_norm names what does not fit and changes nothing", "[rms_norm]") 
   CHECK_THROWS_AS(rms_norm(host{}, view(x, 2, 3), AnyVector<>{}, 1e-5f, view(y, 2, 3)), invalid_argument);
   CHECK(y == std::vector<float>(6, 7.0f));
 }
+
+TEST_CASE("rms_norm refuses a weight that is strided or has no memory", "[rms_norm]") {
+  const std::vector<float> x(4, 1.0f), w{1, -9, 2, -9, 3, -9, 4, -9};
+  std::vector<float> y(4, 7.0f);
+  const auto refused = [&](const float* data, size stride) {
+    try {
+      rms_norm(host{}, view(x, 1, 4), View<const float, 1>{data, {4}, {stride}}, 0.0f, view(y, 1, 4));
+      FAIL("nothing thrown");
+    } catch (const invalid_argument& e) {
+      CHECK(e.argument() == "weight");
+    }
+    CHECK(y == std::vector<float>(4, 7.0f));
+  };
+  refused(w.data(), 2);
+  refused(nullptr, 1);
+}

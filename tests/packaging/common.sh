@@ -46,10 +46,16 @@ install_k3() {
     fail "the installed headers are not those of include/k3 and kernels/k3"
 }
 
+# Whether a program makes threads with OpenMP.
+threaded() {
+  nm -D "$1" | grep -E 'GOMP_parallel|__kmpc_fork_call' >/dev/null
+}
+
 # The programs of the consumers, run and checked.
 check_programs() {  # folder
   local said
   said=$("$1/rms_norm") || fail "rms_norm computed something else: $said"
+  threaded "$1/rms_norm" || fail "rms_norm was built without the threads that it asks for"
   [ -x "$1/tokens" ] || fail "the program of k3-io was not built"
   said=$("$1/tokens" "$austen" 'It is a truth universally acknowledged') || fail "tokens failed: $said"
 }

@@ -15,4 +15,7 @@ version=$(sed -n "s/^  version: '\(.*\)',/\1/p" "$root/meson.build")
 case $(pkg-config --cflags k3) in
   *nlohmann* | *onig*) fail "k3 alone must not need the libraries of k3-io" ;;
 esac
+# shellcheck disable=SC2046  # flags are words
+quietly "${CXX:-g++}" -std=c++20 $(pkg-config --cflags k3) "$root/examples/consumers/rms_norm.cpp" -o "$scratch/serial"
+if threaded "$scratch/serial"; then fail "k3.pc brings OpenMP with it: the other ways to find k3 do not"; fi
 echo "built and run with k3.pc and k3-io.pc"

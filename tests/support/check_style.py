@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """check_style.py ROOT: fails where a source file has a line over 120 columns, a tab, a blank at a line's end, no
 newline at its end or no SPDX line among its first three, or where a C++ file has more than 400 lines. Lines of pages
-may be longer."""
+may be longer. In a git checkout only files that git tracks are looked at."""
 
 import pathlib
+import subprocess
 import sys
 import tempfile
 
@@ -13,7 +14,7 @@ SOURCES = CPP | {".py", ".sh", ".md", ".in", ".wrap", ".build", ".gp"}
 NAMES = {".clang-format", "run", "CMakeLists.txt", "meson_options.txt"}
 FOLDERS = ("include", "kernels", "examples", "tests", "bench", "docs", ".ci")
 DATA = ("tests/data/", "bench/results/")
-# To be emptied: checked for everything but the lengths of lines and files.
+# Code for a GPU, benchmarks and build files: checked for everything but the lengths of lines and files.
 LENGTH_EXEMPT = ("bench/", "tests/cuda/", "kernels/", "meson.build", "meson_options.txt", ".ci/run")
 LENGTH_EXEMPT_SUFFIXES = {".cu", ".cuh"}
 
@@ -38,10 +39,26 @@ def problems(path, name):
             yield f"{name}:{number}: {len(line)} columns, more than {COLUMNS}"
 
 
+def tracked(root):
+    """What git tracks below `root`; None where `root` is no checkout of its own or git cannot tell."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return [root / name for name in listed.decode().split("\0") if name]
+
+
+def candidates(root):
+    folders = (path for folder in FOLDERS for path in (root / folder).rglob("*"))
+    found = tracked(root)
+    return [*root.iterdir(), *folders] if found is None else found
+
+
 def sources(root):
     """The project's own source files below `root`, with their names."""
-    folders = (path for folder in FOLDERS for path in (root / folder).rglob("*"))
-    for path in sorted([*root.iterdir(), *folders]):
+    for path in sorted(candidates(root)):
         name = path.relative_to(root).as_posix()
         if path.is_file() and not name.startswith(DATA) and (path.suffix in SOURCES or path.name in NAMES):
             yield path, name
@@ -75,6 +92,15 @@ def self_test():
             assert len(found) == faults, (name, found)
         files_seen, found = check(pathlib.Path(folder))
         assert files_seen == len(planted) and len(found) == sum(faults for _, faults in planted.values()), found
+        # The same as a checkout that tracks two of them.
+        git = ["git", "-C", folder]
+        try:
+            subprocess.run([*git, "init", "-q"], capture_output=True, check=True)
+            subprocess.run([*git, "add", "good.hpp", "tab.py"], capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return
+        files_seen, found = check(pathlib.Path(folder))
+        assert files_seen == 2 and len(found) == 1, found
 
 
 self_test()

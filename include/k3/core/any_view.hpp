@@ -73,6 +73,15 @@ Mxfp4Matrix<Space> mxfp4_matrix(const AnyView<2, Space>& any) {
           dense_view<Space>(any.scale, any.extents[0], any.extents[1] / mxfp4_group)};
 }
 
+/// Throws invalid_argument where a weight that is not empty has no memory.
+template <size Rank, MemorySpace Space>
+void require_memory(const char* operation, const char* argument, const AnyView<Rank, Space>& any) {
+  bool empty = false;
+  for (const size extent : any.extents) empty = empty || extent == 0;
+  const bool there = any.data != nullptr && (any.type != ElementType::mxfp4 || any.scale != nullptr);
+  require(empty || there, operation, argument, "null", "memory");
+}
+
 template <size Rank, MemorySpace Space>
 void require_shape(const char* operation, const char* argument, const AnyView<Rank, Space>& any,
                    const size (&expected)[Rank]) {
@@ -80,6 +89,7 @@ void require_shape(const char* operation, const char* argument, const AnyView<Ra
   bool same = true;
   for (size d = 0; d < Rank; ++d) same = same && any.extents[d] == expected[d];
   if (!same) throw invalid_argument(operation, argument, shape_text(any.extents), shape_text(expected));
+  require_memory(operation, argument, any);
 }
 
 }  // namespace detail

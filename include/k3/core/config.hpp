@@ -6,6 +6,10 @@
 #error "k3 needs C++20: compile with -std=c++20 or newer."
 #endif
 
+#if defined(__FAST_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "k3 needs NaN and a fixed order of additions: compile without -ffast-math and -ffinite-math-only."
+#endif
+
 /// A function that both a host compiler and nvcc's device pass accept.
 #if defined(__CUDACC__)
 #define K3_HOST_DEVICE __host__ __device__ __forceinline__

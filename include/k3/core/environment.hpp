@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cerrno>
 #include <cstdlib>
 #include <optional>
 #include <string>
@@ -34,9 +35,13 @@ inline Environment parse_environment() {
   result.cuda_kda = environment_switch("K3_CUDA_KDA");
   result.cuda_mla = environment_switch("K3_CUDA_MLA");
   if (const char* value = std::getenv("K3_ATTNRES_MIX")) {
+    // strtof alone takes spaces, signs, hexadecimals and numbers too small for a float as well.
+    const std::string text = value;
+    const bool decimal = text.find_first_not_of("0123456789.eE+-") == text.npos && text.find_first_of("+-") != 0;
     char* end = nullptr;
+    errno = 0;
     result.attnres_mix = std::strtof(value, &end);
-    require(end != value && *end == '\0' && result.attnres_mix >= 0.0f && result.attnres_mix <= 1.0f, "environment",
+    require(decimal && end != value && *end == '\0' && errno == 0 && result.attnres_mix <= 1.0f, "environment",
             "K3_ATTNRES_MIX", value, "a number from 0 to 1");
   }
   if (const char* value = std::getenv("K3_FORCE_EXPERT")) {

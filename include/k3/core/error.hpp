@@ -58,6 +58,22 @@ class format_error : public error {
   std::uint64_t offset_;
 };
 
+/// Memory that the system would not give: `operation: what needs N bytes, more than the system gives`.
+class out_of_memory : public error {
+ public:
+  out_of_memory(const std::string& operation, const std::string& what, std::uint64_t needed)
+      : error(operation + ": " + what + " needs " + std::to_string(needed) + " bytes, more than the system gives"),
+        operation_(operation),
+        needed_(needed) {}
+
+  const std::string& operation() const noexcept { return operation_; }
+  std::uint64_t needed() const noexcept { return needed_; }  ///< bytes of everything named, not only of what failed
+
+ private:
+  std::string operation_;
+  std::uint64_t needed_;
+};
+
 /// A CUDA call that failed: `operation: call failed: description (code)`.
 class cuda_error : public error {
  public:
@@ -104,6 +120,15 @@ void require(bool condition, const char* operation, const char* argument, const 
 inline size checked_product(const char* operation, const char* argument, size a, size b) {
   require(a == 0 || b <= ~size{0} / a, operation, argument, "too large", "a product below 2^64");
   return a * b;
+}
+
+/// rows * width, the length of a vector of T; invalid_argument where so many bytes pass half the address space.
+template <class T>
+size checked_length(const char* operation, size rows, size width) {
+  require(
+      rows == 0 || width <= (~size{0} >> 1) / sizeof(T) / rows, operation, "its size",
+      [&] { return std::to_string(rows) + " * " + std::to_string(width) + " elements"; }, "below 2^63 bytes");
+  return rows * width;
 }
 
 }  // namespace detail

@@ -14,6 +14,7 @@
 namespace k3 {
 
 /// Run on the host. `threads` 0 means all that OpenMP offers (1 in a build without it). Results never depend on it.
+/// Where other programs use the processors too, run with OMP_WAIT_POLICY=passive: docs/host.md.
 struct host {
   int threads = 0;
   Isa isa = best_isa();
@@ -36,8 +37,12 @@ inline int thread_count(const host& exec) noexcept {
 #endif
 }
 
-/// Below this many bytes of memory traffic a loop is not worth waking threads for (a few microseconds).
-inline constexpr size parallel_threshold_bytes = size{1} << 17;
+/// Below this many bytes of memory traffic a loop stays on one thread. Waking threads takes a few microseconds where
+/// processors are idle, a fifth of 128 KB's time, and milliseconds where other programs have them. Whoever asks for a
+/// number of threads is taken to have them; otherwise a loop must be worth some 50 us.
+inline size parallel_threshold_bytes(const host& exec) noexcept {
+  return exec.threads > 0 ? size{1} << 17 : size{1} << 20;
+}
 
 /// body(first, last) over a partition of [0, count) into chunks of whole `grain`s, by several threads where `bytes`,
 /// the whole loop's memory traffic, is worth it. The body must not throw and gives the same result for any partition.
@@ -45,7 +50,7 @@ template <class Body>
 void parallel_chunks(const host& exec, size count, size grain, size bytes, Body&& body) {
   const size threads = static_cast<size>(thread_count(exec));
   const size grains = (count + grain - 1) / grain;
-  if (threads <= 1 || grains <= 1 || bytes < parallel_threshold_bytes) {
+  if (threads <= 1 || grains <= 1 || bytes < parallel_threshold_bytes(exec)) {
     if (count > 0) body(size{0}, count);
     return;
   }

@@ -3,7 +3,8 @@
 
 #include <k3/core/any_view.hpp>
 
-// Whether what an operation writes shares memory with what it reads. Nothing here allocates unless it throws.
+// Whether what an operation writes shares memory with itself or with what it reads. Nothing here allocates unless it
+// throws.
 namespace k3::detail {
 
 /// The bytes that a tensor touches: `rows` pieces of `width` bytes, `stride` bytes apart.
@@ -15,7 +16,7 @@ struct Footprint {
 
 template <class T, size Rank, MemorySpace Space>
 Footprint footprint(const View<T, Rank, Space>& v) {
-  if (v.elements() == 0) return {};
+  if (v.empty()) return {};
   const auto first = reinterpret_cast<std::uintptr_t>(v.data);
   if constexpr (Rank == 2) return {first, v.extents[0], v.extents[1] * sizeof(T), v.strides[0] * sizeof(T)};
   size furthest = 0;
@@ -63,16 +64,35 @@ inline bool shares_bytes(const Footprint& a, const Footprint& b) {
   throw invalid_argument(operation, written, std::string("overlapping ") + read, expected);
 }
 
+/// Throws invalid_argument where two elements of `written` may be the same memory: each stride, in ascending order, has
+/// to pass what the smaller ones span.
+template <class T, size Rank, MemorySpace Space>
+void require_distinct(const char* operation, const char* written, const View<T, Rank, Space>& to) {
+  if (to.empty()) return;
+  bool seen[Rank] = {};
+  size span = 1;
+  for (size count = 0; count < Rank; ++count) {
+    size next = Rank;
+    for (size d = Rank; d-- > 0;)
+      if (!seen[d] && (next == Rank || to.strides[d] < to.strides[next])) next = d;
+    seen[next] = true;
+    if (to.extents[next] == 1) continue;
+    if (to.strides[next] < span) refuse_overlap(operation, written, "itself", "elements that lie apart");
+    span += (to.extents[next] - 1) * to.strides[next];
+  }
+}
+
 /// Throws invalid_argument where `written` shares memory with `read`.
 inline void require_disjoint(const char* operation, const char* written, const Footprint& to, const char* read,
                              const Footprint& from) {
   if (shares_bytes(to, from)) refuse_overlap(operation, written, read, "memory of its own");
 }
 
-/// The same for what is read as a view, a weight of run-time type or an MXFP4 matrix.
-template <class Read>
+/// The same for what is read as a view, a weight of run-time type or an MXFP4 matrix, and for several: name, tensor,
+/// name, tensor, ...
+template <class Read, class... Others>
 void require_disjoint(const char* operation, const char* written, const Footprint& to, const char* read,
-                      const Read& from) {
+                      const Read& from, const Others&... others) {
   if constexpr (requires { from.packed; }) {
     require_disjoint(operation, written, to, read, footprint(from.packed));
     require_disjoint(operation, written, to, read, footprint(from.scale));
@@ -80,21 +100,23 @@ void require_disjoint(const char* operation, const char* written, const Footprin
     require_disjoint(operation, written, to, read, footprint(from));
     require_disjoint(operation, written, to, read, scale_footprint(from));
   }
-}
-
-/// The same for several: name, tensor, name, tensor, ...
-template <class Written, class Read, class... Others>
-  requires view_traits<Written>::value
-void require_disjoint(const char* operation, const char* written, const Written& to, const char* read, const Read& from,
-                      const Others&... others) {
-  require_disjoint(operation, written, footprint(to), read, from);
   if constexpr (sizeof...(Others) > 0) require_disjoint(operation, written, to, others...);
 }
 
-/// Throws invalid_argument where `written` shares memory with `read` and is not `read` itself, element for element.
+/// The same, and where two elements of `written` share memory.
+template <class Written, class... Reads>
+  requires view_traits<Written>::value
+void require_disjoint(const char* operation, const char* written, const Written& to, const Reads&... reads) {
+  require_distinct(operation, written, to);
+  require_disjoint(operation, written, footprint(to), reads...);
+}
+
+/// Throws invalid_argument where `written` shares memory with `read` and is not `read` itself, element for element, and
+/// where two elements of `written` share memory.
 template <class T, class Read, size Rank, MemorySpace Space>
 void require_same_or_disjoint(const char* operation, const char* written, const View<T, Rank, Space>& to,
                               const char* read, const View<Read, Rank, Space>& from) {
+  require_distinct(operation, written, to);
   const Footprint a = footprint(to), b = footprint(from);
   if constexpr (std::is_same_v<T, std::remove_const_t<Read>>)
     if (a.first == b.first && a.rows == b.rows && a.width == b.width && (a.rows <= 1 || a.stride == b.stride)) return;

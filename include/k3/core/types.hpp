@@ -14,6 +14,29 @@ using size = std::size_t;
 /// Token ids and expert ids, signed as in the checkpoint's index tensors so that -1 can be recognised and refused.
 using id = std::int32_t;
 
+namespace detail {
+
+/// A size of memory that its object owns: 0 once the object was moved from, as the memory is gone then.
+class OwnedSize {
+ public:
+  constexpr OwnedSize(size value = 0) : value_(value) {}
+  constexpr OwnedSize(const OwnedSize&) = default;
+  constexpr OwnedSize& operator=(const OwnedSize&) = default;
+  constexpr OwnedSize(OwnedSize&& other) noexcept : value_(other.value_) { other.value_ = 0; }
+  constexpr OwnedSize& operator=(OwnedSize&& other) noexcept {
+    const size value = other.value_;
+    other.value_ = 0;
+    value_ = value;
+    return *this;
+  }
+  constexpr operator size() const { return value_; }
+
+ private:
+  size value_;
+};
+
+}  // namespace detail
+
 /// The slot of a padding row: the row is computed by nobody and touches no state.
 inline constexpr id pad_slot = -1;
 

@@ -39,6 +39,13 @@ struct View {
 
   K3_HOST_DEVICE constexpr size extent(size dimension) const { return extents[dimension]; }
 
+  /// Whether an extent is 0.
+  K3_HOST_DEVICE constexpr bool empty() const {
+    for (size d = 0; d < Rank; ++d)
+      if (extents[d] == 0) return true;
+    return false;
+  }
+
   K3_HOST_DEVICE constexpr size elements() const {
     size product = 1;
     for (size d = 0; d < Rank; ++d) product *= extents[d];
@@ -142,7 +149,7 @@ constexpr auto device_view(T* data, Extent... extent) {
 }
 
 /// A dense view of a whole vector: `view(v)` is one-dimensional, `view(v, rows, columns)` has these extents.
-/// Throws invalid_argument where their product is not the vector's length.
+/// Throws invalid_argument where their product is not the vector's length or does not fit 64 bits.
 template <class Vector, class... Extent>
   requires requires(Vector& v) {
     v.data();
@@ -152,7 +159,8 @@ auto view(Vector& vector, Extent... extent) {
   if constexpr (sizeof...(Extent) == 0) {
     return view(vector.data(), vector.size());
   } else {
-    const size product = (size{1} * ... * static_cast<size>(extent));
+    size product = 1;
+    ((product = detail::checked_product("view", "the extents", product, static_cast<size>(extent))), ...);
     detail::require(product == vector.size(), "view", "the vector's length", vector.size(), product);
     return view(vector.data(), static_cast<size>(extent)...);
   }
@@ -167,7 +175,25 @@ std::string shape_text(const size (&extents)[Rank]) {
   return text + "]";
 }
 
-/// Throws invalid_argument unless `tensor` has exactly these extents, a dense last dimension, and memory if not empty.
+/// Whether memory could hold the tensor: neither the number of its elements nor the way to its furthest one passes half
+/// the address space. A stride that goes backwards (wrapped around 2^64) passes it.
+template <class T, size Rank, MemorySpace Space>
+constexpr bool addressable(const View<T, Rank, Space>& tensor) {
+  if (tensor.empty()) return true;
+  constexpr size room = (~size{0} >> 1) / sizeof(T);
+  size elements = 1, furthest = 0;
+  for (size d = 0; d < Rank; ++d) {
+    const size steps = tensor.extents[d] - 1;
+    if (elements > room / tensor.extents[d]) return false;
+    if (steps > 0 && tensor.strides[d] > (room - furthest) / steps) return false;
+    elements *= tensor.extents[d];
+    furthest += steps * tensor.strides[d];
+  }
+  return true;
+}
+
+/// Throws invalid_argument unless `tensor` has exactly these extents, a dense last dimension, strides that memory can
+/// have, and memory if not empty.
 template <class V, class... Extent>
   requires(sizeof...(Extent) == V::rank)
 void require_shape(const char* operation, const char* argument, const V& tensor, Extent... extent) {
@@ -176,7 +202,8 @@ void require_shape(const char* operation, const char* argument, const V& tensor,
   for (size d = 0; d < V::rank; ++d) same = same && tensor.extents[d] == expected[d];
   if (!same) throw invalid_argument(operation, argument, shape_text(tensor.extents), shape_text(expected));
   require(tensor.strides[V::rank - 1] == 1, operation, argument, "strided in its last dimension", "dense rows");
-  require(tensor.data != nullptr || tensor.elements() == 0, operation, argument, "null", "memory");
+  require(addressable(tensor), operation, argument, "strided or extended beyond all memory", "within 2^63 bytes");
+  require(tensor.data != nullptr || tensor.empty(), operation, argument, "null", "memory");
 }
 
 }  // namespace detail

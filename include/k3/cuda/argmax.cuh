@@ -24,15 +24,15 @@ class DeviceArgmaxWorkspace {
   unsigned* arrived() const { return arrived_.data(); }
 
  private:
-  size max_rows_ = 0;
+  detail::OwnedSize max_rows_;
   DeviceBuffer<unsigned long long> keys_;
   DeviceBuffer<unsigned> arrived_;
 };
 
 /// Greedy choice on the device: ids[r] = index of the largest logit of row r, ties to the lower index.
 /// Shapes: logits [R, V] float, ids [R], status [R] if wanted. NaN anywhere in a row: its id is -1 and its status word
-/// becomes RowStatus::nan_logits (written, never cleared). Throws invalid_argument on shapes that do not fit, V 0 and a
-/// workspace that is too small. Cost: one read of the logits, one launch.
+/// becomes RowStatus::nan_logits (written, never cleared). Throws invalid_argument on shapes that do not fit, V 0,
+/// overlapping memory and a workspace that is too small. Cost: one read of the logits, one launch.
 template <device_tensor<2> Logits, writable_device_tensor<1> Ids>
   requires(std::same_as<typename Logits::value_type, float> && std::same_as<typename Ids::value_type, id>)
 void argmax(const gpu& exec, const Logits& logits, DeviceArgmaxWorkspace& workspace, const Ids& ids,
@@ -42,7 +42,11 @@ void argmax(const gpu& exec, const Logits& logits, DeviceArgmaxWorkspace& worksp
                   "between 1 and 2^31 - 1");
   detail::require_shape("argmax", "logits", logits, rows, count);
   detail::require_shape("argmax", "ids", ids, rows);
-  if (status.data != nullptr) detail::require_shape("argmax", "status", status, rows);
+  detail::require_disjoint("argmax", "ids", ids, "logits", logits);
+  if (status.data != nullptr) {
+    detail::require_shape("argmax", "status", status, rows);
+    detail::require_disjoint("argmax", "status", status, "logits", logits, "ids", ids);
+  }
   detail::require(rows <= workspace.max_rows(), "argmax", "workspace.max_rows", workspace.max_rows(), rows);
   if (rows == 0) return;
   // Maxima are exact in any order, so the split may follow the batch: enough blocks for the device, then longer shares.

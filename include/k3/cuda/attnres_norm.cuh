@@ -43,8 +43,8 @@ unsigned attnres_blocks(size rows, size hidden, size sources) {
   const size pieces = (hidden + kernel::attnres_piece - 1) / kernel::attnres_piece;
   const size room = static_cast<size>(multiprocessors());
   if (sources > kernel::attnres_kept || pieces > kernel::attnres_most_pieces || rows >= size{1} << 28) return 0;
-  const bool one_fits = 32 * pieces <= kernel::attnres_threads<1, T>();
-  const bool two_fit = (pieces + 1) / 2 * 32 <= kernel::attnres_threads<2, T>();
+  const bool one_fits = 32 * pieces <= size{kernel::attnres_threads<1, T>()};
+  const bool two_fit = (pieces + 1) / 2 * 32 <= size{kernel::attnres_threads<2, T>()};
   if (!clusters || pieces == 1) return one_fits ? 1 : 0;
   if (!two_fit || (pieces >= 4 && 4 * rows <= room)) return 4;
   return !one_fits || rows <= room ? 2 : 1;
@@ -79,8 +79,8 @@ void launch_attnres_norm(const gpu& exec, const kernel::AttnResArguments<T>& a, 
 /// over the snapshots and, last, the running stream; p = softmax of sum(res_norm * res_proj * s_j) / sqrt(mean(s_j^2) +
 /// res_eps). The mixture is not rounded, out is rounded once. Shapes: snapshots [n, R, hidden] (n may be 0, up to 255),
 /// running and out [R, hidden], res_norm and norm [hidden], res_proj [hidden] or [1, hidden]. A row's bits do not
-/// depend on R or on other rows. out has memory of its own. Throws invalid_argument on shapes that do not fit, an eps
-/// that is negative or not finite, a mix outside 0..1. Cost: up to 9 sources and hidden 8192, every source is read
+/// depend on R or on other rows. Throws invalid_argument on shapes that do not fit, overlapping memory, an eps that is
+/// negative or not finite, a mix outside 0..1. Cost: up to 9 sources and hidden 8192, every source is read
 /// once, by as many blocks a row as there is room for. Source: `*_res_norm`, `*_res_proj` and the norm behind.
 template <device_tensor<3> Snapshots, device_tensor<2> Running, class ResNorm, class ResProj, class Norm,
           writable_device_tensor<2> Out>
@@ -100,10 +100,21 @@ void attnres_norm(const gpu& exec, const Snapshots& snapshots, const Running& ru
   detail::require(usable(res_eps), operation, "res_eps", res_eps, "finite and not negative");
   detail::require(usable(norm_eps), operation, "norm_eps", norm_eps, "finite and not negative");
   detail::require(options.mix >= 0.0f && options.mix <= 1.0f, operation, "mix", options.mix, "between 0 and 1");
-  detail::require(static_cast<const void*>(out.data) != running.data || rows == 0, operation, "out", "running",
-                  "memory of its own");
-  if (options.mixed.data) detail::require_shape(operation, "mixed", options.mixed, rows, hidden);
-  if (options.probs.data) detail::require_shape(operation, "probs", options.probs, rows, stored + 1);
+  const auto require_apart = [&](const char* name, const auto& written) {
+    detail::require_disjoint(operation, name, written, "snapshots", snapshots, "running", running, "res_norm", res_norm,
+                             "res_proj", res_proj, "norm", norm);
+  };
+  require_apart("out", out);
+  if (options.mixed.data) {
+    detail::require_shape(operation, "mixed", options.mixed, rows, hidden);
+    require_apart("mixed", options.mixed);
+    detail::require_disjoint(operation, "mixed", options.mixed, "out", out);
+  }
+  if (options.probs.data) {
+    detail::require_shape(operation, "probs", options.probs, rows, stored + 1);
+    require_apart("probs", options.probs);
+    detail::require_disjoint(operation, "probs", options.probs, "out", out, "mixed", options.mixed);
+  }
 
   kernel::AttnResArguments<typename Running::value_type> a{};
   a.snapshots = snapshots.data, a.source_stride = snapshots.strides[0], a.snapshot_stride = snapshots.strides[1];

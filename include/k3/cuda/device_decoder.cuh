@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <limits>
+
 #include <k3/cuda/device_hybrid_cache.cuh>
 #include <k3/cuda/device_model.cuh>
 #include <k3/cuda/device_pass.cuh>
@@ -13,7 +15,9 @@ namespace k3 {
 /// arg-max coming out nothing leaves the device, allocates or waits; `argmax` and `logits` wait for what they return. A
 /// pass that wants the logits of all its rows, a decode step, is captured into a CUDA graph the first time its number
 /// of rows is seen (on a stream of the caller's own, with all mixers on the device) and replayed for as long as the
-/// cache stays the same. Precision: Fp32 (for parity) and Bf16. Source: as Decoder.
+/// cache stays the same. With streamed experts (K3DeviceModel::place_experts) no pass is captured, and each layer waits
+/// for the reads that it needs; an exception of the expert source leaves the batch's sequences interrupted. Precision:
+/// Fp32 (for parity) and Bf16. Source: as Decoder.
 template <precision P = Bf16, decoder_geometry G = DecoderGeometry>
 class DeviceDecoder {
   static_assert(!std::same_as<typename P::accumulator, double>, "the device computes in float: use Fp32 or Bf16");
@@ -62,35 +66,44 @@ class DeviceDecoder {
   /// Takes the batch's tokens into their sequences. Checked as Decoder::forward, before anything changes. Returns once
   /// the pass is on the stream (it first waits for the pass before it, whose results share its memory). The cache must
   /// outlive that. A pass with an observer (see DevicePass) is not captured, and the first one allocates. An error on
-  /// the way (of CUDA, or thrown by the observer) leaves the batch's sequences unusable until reset or restored.
+  /// the way (of CUDA, or thrown by the observer) leaves the batch's sequences unusable until reset, restored or rolled
+  /// back, and the wanted rows interrupted.
   template <class Observer = NoObserver>
   void forward(DeviceHybridCache<P>& cache, const DecoderBatch& batch, Observer&& observe = {}) {
     constexpr bool observed = !std::same_as<std::remove_cvref_t<Observer>, NoObserver>;
+    detail::require(!running_, "DeviceDecoder::forward", "the decoder", "in a pass",
+                    "no call by an observer of its own");
     finish();  // what the pass before found decides whether its sequences may go on
     detail::check_batch(batch, cache, shapes_, size{geometry_.vocab}, max_rows_, max_logit_rows_);
+    detail::require(model_.complete(), "DeviceDecoder::forward", "the model", "without experts",
+                    "one with its experts placed");
     detail::require(cache.capacity() <= capacity_, "DeviceDecoder::forward", "the cache's capacity", cache.capacity(),
                     capacity_);
     if constexpr (observed) work_.observe(geometry_.hidden);  // allocates: before anything changes
     load_rows(batch);
-    const bool step = logit_rows_.size() == rows_ && exec_.stream != nullptr && !cache.on_host();
+    const bool step =
+        logit_rows_.size() == rows_ && exec_.stream != nullptr && !cache.on_host() && !model_.expert_cache();
+    running_ = true;
     try {
       if (step && !observed)
         replay(cache);
       else
         run(cache, observe);
     } catch (...) {
+      running_ = false;
       // What was launched before the error still reads the rows; it must end before another pass writes them.
       const detail::BesideCaptures beside;
       detail::ignore_cuda(cudaStreamSynchronize(exec_.stream));
       interrupt(cache);
       throw;
     }
+    running_ = false;
     pending_ = &cache;
     for (size row = 0; row < rows_; ++row)
       if (work_.host_slots[row] != pad_slot) cache.advance(static_cast<size>(work_.host_slots[row]), 1);
   }
 
-  /// Logits of the last pass as a host matrix [wanted rows, vocab]; waits.
+  /// Logits of the last pass as a host matrix [wanted rows, vocab], as Decoder::logits; waits.
   std::vector<float> logits() {
     finish();
     return fetch_logits(0, logit_rows_.size());
@@ -103,7 +116,9 @@ class DeviceDecoder {
   /// What became of the wanted row `index` of the last pass; waits.
   RowStatus status(size index) {
     require_index("DeviceDecoder::status", index);
-    const unsigned row = work_.host_status[logit_rows_[index]];
+    const size at = logit_rows_[index];
+    const unsigned row = work_.host_status[at];
+    if (row == 0 && work_.host_slots[at] == pad_slot) return RowStatus::padding;
     return static_cast<RowStatus>(row != 0 ? row : work_.host_logit_status[index]);
   }
   /// The most likely token of the wanted row `index`, as Decoder::argmax; waits.
@@ -132,12 +147,14 @@ class DeviceDecoder {
     for (Graph& graph : graphs_) detail::ignore_cuda(cudaGraphExecDestroy(graph.exec));
     graphs_.clear();
   }
-  /// The batch's sequences are somewhere between their tokens: no longer usable.
+  /// The batch's sequences are somewhere between their tokens: no longer usable. The pass has no results.
   void interrupt(DeviceHybridCache<P>& cache) {
-    for (size row = 0; row < rows_; ++row)
+    interrupted_ = true;
+    for (size row = 0; row < rows_; ++row) {
+      work_.host_status[row] = static_cast<unsigned>(RowStatus::interrupted);
       if (work_.host_slots[row] != pad_slot)
         cache.invalidate(static_cast<size>(work_.host_slots[row]), RowStatus::interrupted);
-    logit_rows_.clear();
+    }
   }
   template <class T>
   void copy(T* to, const T* from, size count, cudaMemcpyKind kind) {
@@ -154,7 +171,8 @@ class DeviceDecoder {
     detail::check_cuda("DeviceDecoder", "cudaStreamSynchronize", cudaStreamSynchronize(exec_.stream));
   }
   std::vector<float> fetch_logits(size first, size count) {
-    std::vector<float> values(count * geometry_.vocab);
+    std::vector<float> values(count * geometry_.vocab, std::numeric_limits<float>::quiet_NaN());
+    if (interrupted_) return values;
     copy(values.data(), static_cast<const float*>(work_.logits.data()) + first * geometry_.vocab, values.size(),
          cudaMemcpyDeviceToHost);
     wait();
@@ -172,6 +190,7 @@ class DeviceDecoder {
   [[no_unique_address]] G geometry_;
   Ablation ablation_;
   size max_rows_, max_logit_rows_, capacity_;
+  bool running_ = false, interrupted_ = false;
   size rows_ = 0;
   std::vector<size> logit_rows_;
   std::vector<detail::LayerShape> shapes_;
@@ -186,10 +205,11 @@ const K3DeviceModel& DeviceDecoder<P, G>::checked(const K3DeviceModel& model, G 
   constexpr const char* operation = "DeviceDecoder";
   detail::require(runtime_geometry(geometry) == decoder_geometry_from(model.config()), operation, "geometry",
                   "not the model's", "decoder_geometry_from(model.config())");
-  detail::require(max_rows > 0, operation, "max_rows", max_rows, "at least 1");
+  detail::require(max_rows > 0 && max_rows < (size{1} << 31), operation, "max_rows", max_rows,
+                  "between 1 and 2^31 - 1");
   detail::require(max_logit_rows > 0 && max_logit_rows <= max_rows, operation, "max_logit_rows", max_logit_rows,
                   "between 1 and max_rows");
-  check(ablation, model.host_model().graph.layers.size(), model.config().moe.n_routed, operation);
+  check(ablation, model.config(), operation);
   detail::require(ablation.o_proj_tp == 1, operation, "ablation.o_proj_tp", ablation.o_proj_tp, "1 on a device");
   const LatentMoeConfig& moe = model.config().moe;
   detail::require(moe.latent > 0 || moe.n_shared > 0, operation, "the experts", "without latent and shared experts",
@@ -218,6 +238,7 @@ void DeviceDecoder<P, G>::finish() {
 
 template <precision P, decoder_geometry G>
 void DeviceDecoder<P, G>::load_rows(const DecoderBatch& batch) {
+  interrupted_ = false;
   rows_ = batch.tokens.extent(0);
   logit_rows_.assign(batch.logit_rows.data, batch.logit_rows.data + batch.logit_rows.extent(0));
   for (size row = 0; row < rows_; ++row) {
@@ -275,7 +296,7 @@ void DeviceDecoder<P, G>::run(DeviceHybridCache<P>& cache, Observer& observe) {
   clear(work_.status);
   clear(work_.logit_status);
   const DeviceDecoderWeights& weights = model_.weights();
-  DevicePass<P, G, Observer> pass(exec_, geometry_, rows_, work_, observe, ablation_, &model());
+  DevicePass<P, G, Observer> pass(exec_, geometry_, rows_, work_, observe, ablation_, &model(), model_.expert_cache());
   pass.embed(weights.embed_tokens);
   for (const DeviceLayerWeights& layer : weights.layers)
     if (ablation_.skip_layer != layer.spec.index) pass.layer(cache.layer(layer.spec.index), layer);

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <k3/cuda/buffer.cuh>
-#include <k3/cuda/repack_experts.cuh>
-#include <k3/model/k3_cpu_model.hpp>
+#include <memory>
+#include <optional>
+
+#include <k3/cuda/device_upload.cuh>
+#include <k3/cuda/expert_cache.cuh>
 
 namespace k3 {
 
@@ -32,55 +34,39 @@ struct NoUploadProgress {
   void operator()(size, size) const {}
 };
 
-namespace detail {
-
-/// Tensors start on multiples of this many bytes, so that every vector load is possible.
-inline constexpr size device_alignment = 256;
-
-template <size Rank, MemorySpace Space>
-size element_count(const AnyView<Rank, Space>& weight) {
-  size count = 1;
-  for (size d = 0; d < Rank; ++d) count *= weight.extents[d];
-  return count;
-}
-
-/// Bytes of a weight's elements, or of an MXFP4 matrix's codes.
-template <size Rank, MemorySpace Space>
-size data_bytes(const AnyView<Rank, Space>& weight) {
-  const size count = element_count(weight);
-  switch (weight.type) {
-    case ElementType::f32: return 4 * count;
-    case ElementType::bf16: return 2 * count;
-    case ElementType::mxfp4: return count / 2;
-    default:
-      throw invalid_argument("K3DeviceModel", "a weight", weight.type == ElementType::f64 ? "F64" : "absent",
-                             "F32, BF16 or MXFP4");
-  }
-}
-template <size Rank, MemorySpace Space>
-size scale_bytes(const AnyView<Rank, Space>& weight) {
-  return weight.type == ElementType::mxfp4 ? element_count(weight) / mxfp4_group : 0;
-}
-inline size aligned_bytes(size bytes) { return (bytes + device_alignment - 1) / device_alignment * device_alignment; }
-template <size Rank, MemorySpace Space>
-size planned_bytes(const AnyView<Rank, Space>& weight) {
-  return aligned_bytes(data_bytes(weight)) + aligned_bytes(scale_bytes(weight));
-}
-
-}  // namespace detail
+/// Makes a K3DeviceModel without its routed experts, which `place_experts` brings later.
+struct WithoutExperts {};
 
 /// A model's weights on the device, in their stored types, and the host model they came from (which keeps serving
 /// mixers that run on the host). What the weights take is added up before the first byte is moved; where that is more
 /// than is free, the constructor throws cuda_error, saying what is needed and what is there. Each expert is read, and
-/// so checked, on the way.
+/// so checked, on the way. Routed experts may stay where they are, and come when they are needed (docs/streaming.md):
+/// the constructor with WithoutExperts, then caches and decoders, then `place_experts` with what memory is left.
+/// `read(from, bytes, to)` fetches the host model's weights; several threads call it.
 class K3DeviceModel {
  public:
-  template <class Progress = NoUploadProgress>
-  explicit K3DeviceModel(const K3CpuModel& model, Progress&& progress = {}) : host_(model) {
-    check(model);
+  template <class Progress = NoUploadProgress, class Read = CopyWeights>
+  explicit K3DeviceModel(const K3CpuModel& model, Progress&& progress = {}, const Read& read = {})
+      : K3DeviceModel(Unmade{}, model) {
     reserve(plan(model));
-    upload([&] { progress(used_, memory_.bytes()); });
+    upload(read, true, [&] { progress(used_, memory_.bytes()); });
+    complete_ = true;
   }
+  template <class Progress = NoUploadProgress, class Read = CopyWeights>
+  K3DeviceModel(WithoutExperts, const K3CpuModel& model, Progress&& progress = {}, const Read& read = {})
+      : K3DeviceModel(Unmade{}, model) {
+    reserve(plan_trunk(model));
+    upload(read, false, [&] { progress(used_, memory_.bytes()); });
+    complete_ = plan_experts(model) == 0;
+  }
+
+  /// All memory that is free but a reserve for what CUDA allocates later.
+  static constexpr size automatic = ~size{0};
+  /// Gives the routed experts `memory` bytes of the device: all of them stay there if that is enough, and are streamed
+  /// through it otherwise. Before the first pass, and once. Throws invalid_argument below the floor, the experts of one
+  /// token in a layer, cuda_error where the device does not have the memory.
+  template <class Progress = NoUploadProgress>
+  void place_experts(size memory = automatic, Progress&& progress = {});
 
   /// A model whose weights are made on the device, for sizes that no host holds; its host model has none, so that no
   /// mixer can run on the host. `source.type(name)` is the type a weight is stored in and `source.fill(name, weight)`
@@ -99,38 +85,61 @@ class K3DeviceModel {
       source.fill(name, weight);
     };
     place_all(
-        make, [&](size layer, size e) { return expert_matrices(config.moe, expert_prefix(layer, e), make); }, [] {});
+        make,
+        [&](DeviceLayerWeights& layer) {
+          std::vector<DeviceExpertWeights> experts(config.moe.n_routed);
+          for (size e = 0; e < experts.size(); ++e)
+            experts[e] = expert_matrices(config.moe, expert_prefix(layer.spec.index, e), make);
+          set_experts(layer, experts);
+        },
+        [] {});
     detail::check_cuda("K3DeviceModel", "cudaDeviceSynchronize", cudaDeviceSynchronize());
+    complete_ = true;
   }
 
   const K3CpuModel& host_model() const { return host_; }
   const K3Config& config() const { return host_.config; }
   const DeviceDecoderWeights& weights() const { return weights_; }
-  size bytes() const { return memory_.bytes(); }
+  size bytes() const { return memory_.bytes() + expert_memory_.bytes() + (cache_ ? cache_->memory() : 0); }
+  /// Whether every expert can be used.
+  bool complete() const { return complete_; }
+  /// What streams the experts; null where they are all there.
+  ExpertCache* expert_cache() const { return cache_.get(); }
 
-  /// Bytes that the weights of `model` take on a device.
-  static size plan(const K3CpuModel& model) {
+  /// Bytes that the weights of `model` take on a device: all, all but the routed experts, and these.
+  static size plan(const K3CpuModel& model) { return plan_trunk(model) + plan_experts(model); }
+  static size plan_trunk(const K3CpuModel& model) {
     size bytes = 0;
     const auto add = [&](const std::string&, const auto& weight, const auto&, WeightRole) {
       bytes += detail::planned_bytes(weight);
     };
     DecoderWeights weights = model.weights;
     for_each_model_weight(model.config, weights, add);
-    for (LayerWeights& layer : weights.layers) {
-      for_each_layer_weight(model.config, layer.spec, layer, add);
-      if (!layer.experts) continue;
-      // All experts of a layer are stored alike; asking for one is enough for the plan.
-      const ExpertWeights expert = (*layer.experts)[0];
-      bytes += layer.experts->size() *
-               (detail::planned_bytes(expert.w1) + detail::planned_bytes(expert.w3) + detail::planned_bytes(expert.w2));
-    }
+    for (LayerWeights& layer : weights.layers) for_each_layer_weight(model.config, layer.spec, layer, add);
+    return bytes;
+  }
+  static size plan_experts(const K3CpuModel& model) {
+    size bytes = 0;
+    // All experts of a layer are stored alike; asking for one is enough for the plan.
+    for (const LayerWeights& layer : model.weights.layers)
+      if (layer.experts) bytes += layer.experts->size() * detail::planned_bytes((*layer.experts)[0]);
     return bytes;
   }
 
  private:
-  void reserve(size needed) {
+  struct Unmade {};
+  K3DeviceModel(Unmade, const K3CpuModel& model) : host_(model) { check(model); }
+
+  struct Memory {
     size free = 0, total = 0;
-    detail::check_cuda("K3DeviceModel", "cudaMemGetInfo", cudaMemGetInfo(&free, &total));
+  };
+  static Memory device_memory() {
+    Memory memory;
+    detail::check_cuda("K3DeviceModel", "cudaMemGetInfo", cudaMemGetInfo(&memory.free, &memory.total));
+    return memory;
+  }
+  void reserve(size needed) {
+    const auto [free, total] = device_memory();
     if (needed > free)
       throw cuda_error("K3DeviceModel", "the memory plan", static_cast<int>(cudaErrorMemoryAllocation),
                        "the weights need " + std::to_string(needed) + " bytes, " + std::to_string(free) + " of " +
@@ -144,14 +153,14 @@ class K3DeviceModel {
     used_ += detail::aligned_bytes(bytes);
     return result;
   }
-  const unsigned char* copy(const void* data, size bytes) {
-    unsigned char* result = take(bytes);
-    memory_.copy_from(static_cast<const unsigned char*>(data), static_cast<size>(result - memory_.data()), bytes);
-    return result;
-  }
   template <size Rank>
-  AnyView<Rank, MemorySpace::device> move(const AnyView<Rank>& weight) {
+  AnyView<Rank, MemorySpace::device> move(const AnyView<Rank>& weight, detail::DeviceUpload& upload) {
     AnyView<Rank, MemorySpace::device> result;
+    const auto copy = [&](const void* data, size bytes) {
+      unsigned char* const to = take(bytes);
+      upload.add(to, data, bytes);
+      return to;
+    };
     result.type = weight.type;
     for (size d = 0; d < Rank; ++d) result.extents[d] = weight.extents[d];
     result.data = copy(weight.data, detail::data_bytes(weight));
@@ -170,42 +179,49 @@ class K3DeviceModel {
     const AnyMatrix<>& next(const AnyMatrix<MemorySpace::device>&) { return matrices[next_matrix++]; }
   };
 
-  /// The weights one after the other: place(name, weight, shape, role) of all but the experts, then for each layer
-  /// experts(layer, index of an expert).
+  /// The weights one after the other: place(name, weight, shape, role) of all but the experts, and experts(layer) for
+  /// each layer that has some.
   template <class Place, class Experts, class Report>
-  void place_all(Place&& place, Experts&& expert, Report&& report) {
+  void place_all(Place&& place, Experts&& experts, Report&& report) {
     for_each_model_weight(host_.config, weights_, place);
     if (host_.config.tie_word_embeddings) weights_.lm_head = weights_.embed_tokens;
     for (const K3LayerSpec& spec : host_.graph.layers) {
       DeviceLayerWeights layer;
       layer.spec = spec;
       for_each_layer_weight(host_.config, spec, layer, place);
-      if (spec.mlp == MlpKind::LatentMoe) {
-        std::vector<DeviceExpertWeights> experts(host_.config.moe.n_routed);
-        for (size e = 0; e < experts.size(); ++e) experts[e] = expert(spec.index, e);
-        layer.experts = ExpertTable(host_.config.moe, experts);
-        repack_experts(gpu{}, layer.experts);  // where they have a packed layout: the same bits, read faster
-        detail::check_cuda("K3DeviceModel", "cudaDeviceSynchronize", cudaDeviceSynchronize());
-      }
+      if (spec.mlp == MlpKind::LatentMoe) experts(layer);
       weights_.layers.push_back(std::move(layer));
       report();
     }
   }
+  void set_experts(DeviceLayerWeights& layer, const std::vector<DeviceExpertWeights>& experts) {
+    layer.experts = ExpertTable(host_.config.moe, experts);
+    repack_experts(gpu{}, layer.experts);  // where they have a packed layout: the same bits, read faster
+    detail::check_cuda("K3DeviceModel", "cudaDeviceSynchronize", cudaDeviceSynchronize());
+  }
 
-  template <class Report>
-  void upload(Report&& report) {
+  template <class Read, class Report>
+  void upload(const Read& read, bool with_experts, Report&& report) {
     DecoderWeights host = host_.weights;
     Pending pending;
     const auto collect = [&](const std::string&, const auto& weight, const auto&, WeightRole) { pending.put(weight); };
     for_each_model_weight(host_.config, host, collect);
     for (LayerWeights& layer : host.layers) for_each_layer_weight(host_.config, layer.spec, layer, collect);
-    place_all([&](const std::string&, auto& weight, const auto&, WeightRole) { weight = move(pending.next(weight)); },
-              [&](size layer, size e) -> DeviceExpertWeights {
-                const ExpertWeights expert = (*host.layers[layer].experts)[e];
-                return {move(expert.w1), move(expert.w3), move(expert.w2)};
-              },
-              report);
+    detail::DeviceUpload upload(read);
+    place_all(
+        [&](const std::string&, auto& weight, const auto&, WeightRole) { weight = move(pending.next(weight), upload); },
+        [&](DeviceLayerWeights& layer) {
+          upload.flush();
+          if (with_experts) upload_experts(layer, upload, [&](size bytes) { return take(bytes); });
+        },
+        [&] {
+          upload.flush();
+          report();
+        });
   }
+  /// All experts of a layer, `take(bytes)` memory each.
+  template <class Take>
+  void upload_experts(DeviceLayerWeights& layer, detail::DeviceUpload& upload, Take&& take);
 
   template <class Source, size Rank>
   static AnyView<Rank, MemorySpace::device> unplaced(Source& source, const std::string& name,
@@ -244,9 +260,93 @@ class K3DeviceModel {
   }
 
   K3CpuModel host_;
-  DeviceBuffer<unsigned char> memory_;
+  DeviceBuffer<unsigned char> memory_, expert_memory_;
   size used_ = 0;
   DeviceDecoderWeights weights_;
+  std::unique_ptr<ExpertCache> cache_;
+  bool complete_ = false;
 };
+
+template <class Take>
+void K3DeviceModel::upload_experts(DeviceLayerWeights& layer, detail::DeviceUpload& upload, Take&& take) {
+  constexpr const char* operation = "K3DeviceModel";
+  const ExpertSource& source = *host_.weights.layers[layer.spec.index].experts;
+  std::vector<DeviceExpertWeights> experts(source.size());
+  std::vector<size> ids(source.size());
+  for (size e = 0; e < ids.size(); ++e) ids[e] = e;
+  const auto place = [&](size, const ExpertWeights& expert) { return take(detail::planned_bytes(expert)); };
+  cudaPointerAttributes memory{};
+  detail::check_cuda(operation, "cudaPointerGetAttributes", cudaPointerGetAttributes(&memory, source[0].w1.data));
+  if (memory.type == cudaMemoryTypeHost) {
+    detail::ExpertTransfer transfer(host_.config.moe.top_k);
+    transfer.bring(source, ids.data(), ids.size(), false, place,
+                   [&](size e, const DeviceExpertWeights& there) { experts[e] = there; });
+    transfer.finish();
+    return set_experts(layer, experts);
+  }
+  // Sources have room for the experts of one token.
+  const size step = host_.config.moe.top_k;
+  source.need(ids.data(), ids.size());
+  size released = 0, acquired = 0;
+  const auto release = [&] {
+    while (released < acquired) source.release(released++);
+  };
+  const auto move = [&](const AnyMatrix<>& matrix) {
+    const size bytes = detail::data_bytes(matrix), scales = detail::scale_bytes(matrix);
+    unsigned char* const data = take(detail::aligned_bytes(bytes) + detail::aligned_bytes(scales));
+    unsigned char* const scale = data + detail::aligned_bytes(bytes);
+    upload.add(data, matrix.data, bytes);
+    upload.add(scale, matrix.scale, scales);
+    return detail::device_matrix(matrix, data, scale);
+  };
+  try {
+    while (released < ids.size()) {
+      while (acquired < detail::smaller(released + step, ids.size())) {
+        const ExpertWeights expert = source.acquire(acquired);
+        DeviceExpertWeights& there = experts[acquired++];
+        there = {move(expert.w1), move(expert.w3), move(expert.w2)};
+      }
+      upload.flush();
+      release();
+    }
+  } catch (...) {
+    release();
+    throw;
+  }
+  set_experts(layer, experts);
+}
+
+template <class Progress>
+void K3DeviceModel::place_experts(size memory, Progress&& progress) {
+  constexpr const char* operation = "K3DeviceModel::place_experts";
+  if (complete_) return;
+  constexpr size reserve = size{512} << 20;
+  const size free = device_memory().free, all = plan_experts(host_);
+  if (memory == automatic) memory = free > reserve ? free - reserve : 0;
+  std::vector<ExpertTable*> tables(weights_.layers.size());
+  if (memory < all) {
+    for (DeviceLayerWeights& layer : weights_.layers)
+      if (layer.spec.mlp == MlpKind::LatentMoe) tables[layer.spec.index] = &layer.experts;
+    cache_ = std::make_unique<ExpertCache>(host_, tables, memory);
+    complete_ = true;
+    return;
+  }
+  if (all > free)
+    throw cuda_error(operation, "the memory plan", static_cast<int>(cudaErrorMemoryAllocation),
+                     "the experts need " + std::to_string(all) + " bytes, " + std::to_string(free) + " are free");
+  expert_memory_ = DeviceBuffer<unsigned char>(all, false);
+  size used = 0;
+  const CopyWeights read;
+  detail::DeviceUpload upload(read);
+  for (DeviceLayerWeights& layer : weights_.layers) {
+    if (layer.spec.mlp != MlpKind::LatentMoe) continue;
+    upload_experts(layer, upload, [&](size bytes) {
+      detail::require(used + bytes <= all, operation, "the experts", "stored in different types", "stored alike");
+      return expert_memory_.data() + std::exchange(used, used + detail::aligned_bytes(bytes));
+    });
+    progress(used, all);
+  }
+  complete_ = true;
+}
 
 }  // namespace k3

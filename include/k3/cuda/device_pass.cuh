@@ -23,16 +23,19 @@ class DevicePass {
   using Vector = AnyVector<MemorySpace::device>;
   static constexpr bool observed = !std::same_as<std::remove_cv_t<Observer>, NoObserver>;
 
-  /// `host_model`: for mixers that run on the host. With an observer, makes what it is shown where `work` has none yet.
+  /// `host_model`: for mixers that run on the host; `cache`: where experts are streamed, which makes each layer wait
+  /// until the host knows the chosen ones and their reads are done. With an observer, makes what it is shown where
+  /// `work` has none yet.
   DevicePass(const gpu& exec, G geometry, size rows, DeviceWorkspace<P>& work, Observer& observe,
-             const Ablation& ablation = {}, const K3CpuModel* host_model = nullptr)
+             const Ablation& ablation = {}, const K3CpuModel* host_model = nullptr, ExpertCache* cache = nullptr)
       : exec_(exec),
         geometry_(geometry),
         rows_(rows),
         work_(work),
         observe_(observe),
         ablation_(ablation),
-        host_model_(host_model) {
+        host_model_(host_model),
+        cache_(cache) {
     if constexpr (observed) work.observe(geometry.hidden);
   }
 
@@ -66,7 +69,12 @@ class DevicePass {
   void mla(typename DeviceHybridCache<P>::Mla& kv, const BasicMlaWeights<MemorySpace::device>& w,
            const LinearAddOptions<Activation>& add);
   void experts(const DeviceLayerWeights& layer, LinearAddOptions<Activation> add);
-  void project_experts(const BasicLatentMoeWeights<MemorySpace::device>& w);
+  enum class ExpertInputs { all, router, others };
+  void project_experts(const BasicLatentMoeWeights<MemorySpace::device>& w, ExpertInputs which);
+  bool end_shared_experts(const BasicLatentMoeWeights<MemorySpace::device>& w);
+  void choose_experts(const DeviceLayerWeights& layer);
+  void mix_experts(const DeviceLayerWeights& layer, size first, size end);
+  void stream_experts(const DeviceLayerWeights& layer);
 
   gpu exec_;
   [[no_unique_address]] G geometry_;
@@ -75,6 +83,7 @@ class DevicePass {
   Observer& observe_;
   Ablation ablation_;
   const K3CpuModel* host_model_;
+  ExpertCache* cache_;
 };
 
 template <precision P, decoder_geometry G, class Observer>
@@ -187,9 +196,11 @@ void DevicePass<P, G, Observer>::mla(typename DeviceHybridCache<P>::Mla& kv,
   linear_add(exec_, out, w.o_proj, rows_of(work_.stream, geometry_.hidden), add);
 }
 
-/// Everything that reads the sublayer's input: router, latent and the shared experts' gated half, in one launch.
+/// Everything that reads the sublayer's input, in one launch: router, latent and the shared experts' gated half. The
+/// router goes first, alone, where the host waits for it.
 template <precision P, decoder_geometry G, class Observer>
-void DevicePass<P, G, Observer>::project_experts(const BasicLatentMoeWeights<MemorySpace::device>& w) {
+void DevicePass<P, G, Observer>::project_experts(const BasicLatentMoeWeights<MemorySpace::device>& w,
+                                                 ExpertInputs which) {
   const auto g = geometry_.moe;
   const auto x = rows_of(work_.normed, g.hidden);
   const Projection router = projection(w.gate, rows_of(work_.router_logits, g.n_routed));
@@ -198,47 +209,104 @@ void DevicePass<P, G, Observer>::project_experts(const BasicLatentMoeWeights<Mem
   if (g.n_shared > 0)
     shared = gated_projection(g.activation, w.shared_experts.gate_proj, w.shared_experts.up_proj,
                               rows_of(work_.shared_mid, moe_shared_width(g)));
-  if (g.latent > 0 && g.n_shared > 0)
-    projections(exec_, x, {router, latent, shared});
-  else
-    projections(exec_, x, {router, g.latent > 0 ? latent : shared});
+  const bool both = g.latent > 0 && g.n_shared > 0;
+  const Projection& first = g.latent > 0 ? latent : shared;
+  if (which == ExpertInputs::router) return projections(exec_, x, {router});
+  if (which == ExpertInputs::all)
+    return both ? projections(exec_, x, {router, latent, shared}) : projections(exec_, x, {router, first});
+  return both ? projections(exec_, x, {latent, shared}) : projections(exec_, x, {first});
+}
+
+/// The shared experts' second half, where it does not end the sublayer; whether there was one.
+template <precision P, decoder_geometry G, class Observer>
+bool DevicePass<P, G, Observer>::end_shared_experts(const BasicLatentMoeWeights<MemorySpace::device>& w) {
+  const auto g = geometry_.moe;
+  if (g.latent == 0 || g.n_shared == 0) return false;
+  linear(exec_, rows_of(work_.shared_mid, moe_shared_width(g)), w.shared_experts.down_proj,
+         rows_of(work_.shared_out, g.hidden));
+  return true;
+}
+
+/// Router and choice. The choice is made while the shared experts end, where all that reads the input is one launch.
+template <precision P, decoder_geometry G, class Observer>
+void DevicePass<P, G, Observer>::choose_experts(const DeviceLayerWeights& layer) {
+  const auto g = geometry_.moe;
+  const size index = layer.spec.index;
+  const auto logits = rows_of(work_.router_logits, g.n_routed);  // [R, experts]
+  const auto ids = rows_of(work_.topk_ids, g.top_k);             // [R, k]
+  const auto weights = rows_of(work_.topk_weights, g.top_k);     // [R, k]
+  project_experts(layer.moe, cache_ ? ExpertInputs::router : ExpertInputs::all);
+  if (ablation_.force_expert)
+    detail::check_cuda("DevicePass", "cudaMemcpyAsync",
+                       cudaMemcpyAsync(logits.data, work_.forced_logits.data(), logits.elements() * sizeof(float),
+                                       cudaMemcpyDeviceToDevice, exec_.stream));
+  const bool logits_older = !cache_ && end_shared_experts(layer.moe);
+  sigmoid_topk(exec_, logits, layer.moe.e_score_correction_bias, g.top_k, g.renormalize, g.routed_scaling_factor, ids,
+               weights, slots(), statuses(), logits_older);
+  observe_("router_logits", index, logits);
+  observe_("topk_ids", index, ids);
+  observe_("topk_weights", index, weights);
+}
+
+/// combined = the weighted sum of the chosen experts, for rows [first, end).
+template <precision P, decoder_geometry G, class Observer>
+void DevicePass<P, G, Observer>::mix_experts(const DeviceLayerWeights& layer, size first, size end) {
+  const auto g = geometry_.moe;
+  const auto part = [&](const auto& rows) { return rows.slice(0, first, end - first); };
+  mix_routed_experts(exec_, g, part(g.latent > 0 ? rows_of(work_.latent, g.latent) : rows_of(work_.normed, g.hidden)),
+                     part(rows_of(work_.topk_ids, g.top_k)), part(rows_of(work_.topk_weights, g.top_k)), layer.experts,
+                     *work_.moe, part(rows_of(work_.combined, moe_expert_width(g))), part(slots()), part(statuses()));
+}
+
+/// The same where experts come when they are needed: as many rows at once as their experts have room for. (A row's bits
+/// do not depend on the others.)
+template <precision P, decoder_geometry G, class Observer>
+void DevicePass<P, G, Observer>::stream_experts(const DeviceLayerWeights& layer) {
+  const size k = geometry_.moe.top_k;
+  StreamedChoice& choice = *work_.choice;
+  {
+    const detail::BesideCaptures beside;
+    choice.there.wait();
+  }
+  for (size first = 0; first < rows_;) {
+    const size end =
+        cache_->take_rows(choice.ids.data(), k, work_.host_slots.data(), first, rows_, choice.experts, choice.seen);
+    ExpertCache::Use use = cache_->fetch(exec_, layer.spec.index, choice.experts);
+    mix_experts(layer, first, end);
+    use.end();
+    first = end;
+  }
 }
 
 template <precision P, decoder_geometry G, class Observer>
 void DevicePass<P, G, Observer>::experts(const DeviceLayerWeights& layer, LinearAddOptions<Activation> add) {
   const auto g = geometry_.moe;
   const BasicLatentMoeWeights<MemorySpace::device>& w = layer.moe;
-  const size index = layer.spec.index;
   const auto stream = rows_of(work_.stream, g.hidden);
-  const auto logits = rows_of(work_.router_logits, g.n_routed);            // [R, experts]
-  const auto ids = rows_of(work_.topk_ids, g.top_k);                       // [R, k]
-  const auto weights = rows_of(work_.topk_weights, g.top_k);               // [R, k]
-  const auto latent = rows_of(work_.latent, moe_expert_width(g));          // [R, latent]
-  const auto combined = rows_of(work_.combined, moe_expert_width(g));      // [R, latent]
-  const auto shared_mid = rows_of(work_.shared_mid, moe_shared_width(g));  // [R, shared width]
-  project_experts(w);
-  if (ablation_.force_expert)
+  const auto latent = rows_of(work_.latent, moe_expert_width(g));      // [R, latent]
+  const auto combined = rows_of(work_.combined, moe_expert_width(g));  // [R, latent]
+  choose_experts(layer);
+  if (cache_) {
+    const auto ids = rows_of(work_.topk_ids, g.top_k);
     detail::check_cuda("DevicePass", "cudaMemcpyAsync",
-                       cudaMemcpyAsync(logits.data, work_.forced_logits.data(), logits.elements() * sizeof(float),
-                                       cudaMemcpyDeviceToDevice, exec_.stream));
-  sigmoid_topk(exec_, logits, w.e_score_correction_bias, g.top_k, g.renormalize, g.routed_scaling_factor, ids, weights,
-               slots(), statuses());
-  observe_("router_logits", index, logits);
-  observe_("topk_ids", index, ids);
-  observe_("topk_weights", index, weights);
-  mix_routed_experts(exec_, g, g.latent > 0 ? latent : rows_of(work_.normed, g.hidden), ids, weights, layer.experts,
-                     *work_.moe, combined, slots(), statuses());
+                       cudaMemcpyAsync(work_.choice->ids.data(), ids.data, ids.elements() * sizeof(id),
+                                       cudaMemcpyDeviceToHost, exec_.stream));
+    work_.choice->there.record(exec_.stream);
+    // What needs no routed expert is computed while they are read.
+    project_experts(w, ExpertInputs::others);
+    end_shared_experts(w);
+    stream_experts(layer);
+  } else {
+    mix_experts(layer, 0, rows_);
+  }
   if (g.latent == 0) {
     // The experts' sum is the routed output itself: the shared experts' linear ends the sublayer.
     add.other = combined;
+    const auto shared_mid = rows_of(work_.shared_mid, moe_shared_width(g));  // [R, shared width]
     return linear_add(exec_, shared_mid, w.shared_experts.down_proj, stream, add);
   }
   if (g.use_norm) rms_norm(exec_, combined, w.routed_expert_norm, geometry_.rms_norm_eps, latent);
-  if (g.n_shared > 0) {
-    const auto shared_out = rows_of(work_.shared_out, g.hidden);  // [R, hidden]
-    linear(exec_, shared_mid, w.shared_experts.down_proj, shared_out);
-    add.other = shared_out;
-  }
+  if (g.n_shared > 0) add.other = rows_of(work_.shared_out, g.hidden);
   linear_add(exec_, g.use_norm ? latent : combined, w.routed_expert_up_proj, stream, add);
 }
 

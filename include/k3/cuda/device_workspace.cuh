@@ -2,32 +2,25 @@
 #pragma once
 
 #include <k3/cuda/argmax.cuh>
-#include <k3/cuda/buffer.cuh>
 #include <k3/cuda/dense_mlp.cuh>
 #include <k3/cuda/mix_routed_experts.cuh>
 #include <k3/cuda/mla_decode_token.cuh>
+#include <k3/cuda/pinned_buffer.cuh>
+#include <k3/cuda/stream.cuh>
 #include <k3/geometry/decoder_geometry.hpp>
 
 namespace k3 {
 
-/// Page-locked host memory, which copies to and from the device need in order not to wait.
-template <class T>
-class PinnedBuffer {
- public:
-  explicit PinnedBuffer(size count) {
-    const size bytes = detail::checked_product("PinnedBuffer", "count", count ? count : 1, sizeof(T));
-    detail::check_cuda("PinnedBuffer", "cudaMallocHost", cudaMallocHost(reinterpret_cast<void**>(&data_), bytes));
+/// The chosen experts on their way to the host, where experts are streamed.
+struct StreamedChoice {
+  PinnedBuffer<id> ids;             // [R, k]
+  DeviceEvent there;                // ids are
+  std::vector<size> experts, seen;  // for ExpertCache::take_rows
+
+  StreamedChoice(size rows, size k, size n_routed) : ids(rows * k) {
+    experts.reserve(detail::smaller(rows * k, n_routed));
+    seen.reserve(n_routed);
   }
-  PinnedBuffer(const PinnedBuffer&) = delete;
-  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
-  ~PinnedBuffer() { detail::ignore_cuda(cudaFreeHost(data_)); }
-
-  T* data() { return data_; }
-  T& operator[](size i) { return data_[i]; }
-  const T& operator[](size i) const { return data_[i]; }
-
- private:
-  T* data_ = nullptr;
 };
 
 /// What is computed for an observer only. Allocated by the first pass that has one.
@@ -110,6 +103,7 @@ struct DeviceWorkspace {
   DeviceBuffer<Activation> latent, combined;         // [R, latent]
   DeviceBuffer<Activation> shared_mid, shared_out;   // [R, shared width], [R, hidden]
   std::optional<MoeDeviceWorkspace<P>> moe;
+  std::optional<StreamedChoice> choice;
 
   std::optional<DeviceObserved<P>> observed;
 
@@ -152,6 +146,7 @@ struct DeviceWorkspace {
     make(shared_mid, moe_shared_width(g));
     make(shared_out, g.hidden);
     moe.emplace(g, rows);
+    choice.emplace(rows, size{g.top_k}, size{g.n_routed});
   }
 };
 

@@ -9,8 +9,8 @@ namespace k3 {
 /// Looks tokens up on the device: out row r = table row ids[r], rounded once where `out` is narrower than the table.
 /// Shapes: ids [R] in device memory, table [V, hidden] (F32 or BF16), out [R, hidden], slots and status [R] if wanted.
 /// A row of pad_slot gives zeros whatever its id. An id outside [0, V) gives a row of zeros and RowStatus::bad_id in
-/// its status word (written, never cleared). Throws invalid_argument on shapes that do not fit and other table types.
-/// Cost: R * hidden elements read and written.
+/// its status word (written, never cleared). Throws invalid_argument on shapes that do not fit, overlapping memory
+/// and other table types. Cost: R * hidden elements read and written.
 template <device_tensor<1> Ids, writable_device_tensor<2> Out>
   requires std::same_as<typename Ids::value_type, id>
 void embed_tokens(const gpu& exec, const Ids& ids, const AnyMatrix<MemorySpace::device>& table, const Out& out,
@@ -22,7 +22,11 @@ void embed_tokens(const gpu& exec, const Ids& ids, const AnyMatrix<MemorySpace::
   detail::require(hidden < size{1} << 31, "embed_tokens", "out's width", hidden, "below 2^31");
   detail::require_shape("embed_tokens", "out", out, rows, hidden);
   if (slots.data != nullptr) detail::require_shape("embed_tokens", "slots", slots, rows);
-  if (status.data != nullptr) detail::require_shape("embed_tokens", "status", status, rows);
+  detail::require_disjoint("embed_tokens", "out", out, "ids", ids, "table", table, "slots", slots);
+  if (status.data != nullptr) {
+    detail::require_shape("embed_tokens", "status", status, rows);
+    detail::require_disjoint("embed_tokens", "status", status, "ids", ids, "table", table, "slots", slots, "out", out);
+  }
   detail::with_device_weight("embed_tokens", "table", table, [&](const auto& typed) {
     if (rows == 0 || hidden == 0) return;
     constexpr unsigned threads = 256;

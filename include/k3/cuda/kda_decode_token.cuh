@@ -43,13 +43,12 @@ inline kernel::KdaWeight kda_vector(const char* operation, const char* argument,
   return kda_weight(operation, argument, any);
 }
 
-/// The memory of a weight whose type is known at run time, for require_disjoint.
-template <size Rank>
-Footprint footprint(const AnyView<Rank, MemorySpace::device>& any) {
-  size elements = 1;
-  for (size d = 0; d < Rank; ++d) elements *= any.extents[d];
-  const size bytes = elements * (any.type == ElementType::bf16 ? sizeof(bf16) : sizeof(float));
-  return bytes == 0 ? Footprint{} : Footprint{reinterpret_cast<std::uintptr_t>(any.data), 1, bytes, 0};
+/// The memory of states that are dense inside a slot.
+template <class T, size Rank>
+Footprint kda_slots_footprint(const DeviceView<T, Rank>& states) {
+  const size slots = states.extents[0], width = slots > 0 ? states.elements() / slots : 0;
+  if (width == 0) return {};
+  return {reinterpret_cast<std::uintptr_t>(states.data), slots, width * sizeof(T), states.strides[0] * sizeof(T)};
 }
 
 /// The checks that both forms share, and the kernel's operands from them.
@@ -99,8 +98,9 @@ struct KdaDeviceCall {
   /// What the kernel writes must not be what it reads.
   void require_written_apart(const char* read, const Footprint& from) const {
     require_disjoint(operation, "out", footprint(out), read, from);
-    require_disjoint(operation, "state.recurrent", footprint(state.recurrent), read, from);
-    require_disjoint(operation, "state.conv", footprint(state.conv), read, from);
+    require_disjoint(operation, "state.recurrent", kda_slots_footprint(state.recurrent), read, from);
+    require_disjoint(operation, "state.conv", kda_slots_footprint(state.conv), read, from);
+    require_disjoint(operation, "status", footprint(status), read, from);
   }
 
   Arguments arguments() const {
@@ -109,8 +109,16 @@ struct KdaDeviceCall {
     require_written_apart(decay_name, footprint(decay));
     require_written_apart("beta", footprint(beta));
     require_written_apart("slots", footprint(slots));
-    require_disjoint(operation, "out", footprint(out), "state.recurrent", footprint(state.recurrent));
-    require_disjoint(operation, "out", footprint(out), "state.conv", footprint(state.conv));
+    require_distinct(operation, "out", out);
+    require_distinct(operation, "state.recurrent", state.recurrent);
+    require_distinct(operation, "state.conv", state.conv);
+    const Footprint recurrent = kda_slots_footprint(state.recurrent), window = kda_slots_footprint(state.conv);
+    require_disjoint(operation, "state.recurrent", recurrent, "state.conv", window);
+    require_disjoint(operation, "out", footprint(out), "state.recurrent", recurrent);
+    require_disjoint(operation, "out", footprint(out), "state.conv", window);
+    require_disjoint(operation, "status", footprint(status), "state.recurrent", recurrent);
+    require_disjoint(operation, "status", footprint(status), "state.conv", window);
+    require_disjoint(operation, "status", footprint(status), "out", footprint(out));
     Arguments a{};
     a.heads = static_cast<unsigned>(g.heads), a.rows = static_cast<unsigned>(x.extent(0));
     a.slot_count = state.recurrent.extent(0);
@@ -179,8 +187,8 @@ void launch_kda_decode(const char* operation, const gpu& exec, G geometry, Argum
 /// shapes. Conv weights are float or bf16, the state float. Slots are device data: a row whose slot is out of range, or
 /// comes back after rows of other slots, gives zeros and changes no state; its word of `status` [R], if given, becomes
 /// RowStatus::bad_slot (words are written, never cleared). A row's bits depend on its own sequence alone.
-/// Throws invalid_argument as the host's for what the arguments show, before anything is launched; nothing allocates or
-/// waits. Accuracy: float within 2e-6 of double, of the largest output.
+/// Throws invalid_argument as the host's for what the arguments show, overlapping memory among it, before anything is
+/// launched; nothing allocates or waits. Accuracy: float within 2e-6 of double, of the largest output.
 template <kda_geometry G, device_tensor<2> X, class W, device_tensor<2> Decay, device_tensor<2> Beta, class Window,
           writable_device_tensor<2> Out>
   requires(std::same_as<typename Out::value_type, float>)
@@ -215,11 +223,11 @@ void kda_decode_fused(const gpu& exec, G geometry, const X& x_qkv, const KdaConv
   auto a = call.arguments();
   const char* operation = call.operation;
   const std::optional<float> bound = geometry.gate_lower_bound;
-  if (bound)
-    detail::require(*bound < 0 && *bound - *bound == 0, operation, "geometry.gate_lower_bound", *bound,
-                    "finite and below 0");
   detail::require_shape(operation, "gate", gate, x_qkv.extent(0), kda_width(geometry));
   call.require_written_apart("gate", detail::footprint(gate));
+  call.require_written_apart("A_log", detail::footprint(A_log));
+  call.require_written_apart("dt_bias", detail::footprint(dt_bias));
+  call.require_written_apart("o_norm", detail::footprint(o_norm));
   a.fused.A_log = detail::kda_vector(operation, "A_log", A_log, geometry.heads, true);
   a.fused.dt_bias = detail::kda_vector(operation, "dt_bias", dt_bias, kda_width(geometry), false);
   a.fused.o_norm = detail::kda_vector(operation, "o_norm", o_norm, geometry.head_dim, false);

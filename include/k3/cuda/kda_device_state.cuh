@@ -45,8 +45,8 @@ class KdaDeviceState {
 
   /// What the operations take.
   KdaStateView<State, Window, MemorySpace::device> view() const {
-    return {recurrent_.view(slots_, geometry_.heads, geometry_.head_dim, geometry_.head_dim),
-            conv_.view(slots_, kda_conv_channels(geometry_), geometry_.conv_kernel - 1)};
+    return {recurrent_.view(slots(), geometry_.heads, geometry_.head_dim, geometry_.head_dim),
+            conv_.view(slots(), kda_conv_channels(geometry_), geometry_.conv_kernel - 1)};
   }
 
   /// Makes `slot` a new sequence's: zero. Throws invalid_argument where there is no such slot, here and below.
@@ -120,7 +120,7 @@ class KdaDeviceState {
   }
 
   KdaConfig geometry_{};
-  size slots_ = 0;
+  detail::OwnedSize slots_;
   DeviceBuffer<State> recurrent_{};
   DeviceBuffer<Window> conv_{};
 };

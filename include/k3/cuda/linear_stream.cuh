@@ -83,34 +83,36 @@ void launch_stream(const gpu& exec, const char* operation, kernel::StreamArgumen
   const unsigned units = a.linear.units;
   const unsigned owners =
       smaller(units, Split == 1 ? static_cast<unsigned>(multiprocessors()) : stream_clusters<Tokens, Split>());
-  const unsigned own = (units + owners - 1) / owners, most = kernel::stream_most_warps<Split>;
+  const unsigned own = (units + owners - 1) / owners, most = kernel::stream_most_warps;
   a.passes = (own + most - 1) / most;
   a.tile_units = (own + a.passes - 1) / a.passes;
   const unsigned warps = (a.tile_units + 3) / 4 * 4;
   a.linear.groups = (a.linear.tokens + Tokens - 1) / Tokens;
   const size slot = a.tile_units * kernel::stream_unit_bytes + Tokens * kernel::stream_row_bytes;
-  const size unit_floats = Tokens * kernel::stream_scratch_stride;
-  const size pieces = Split > 1 ? a.tile_units * unit_floats * 4 : 0;
-  const size scratch = Split > 1 ? 0 : warps * kernel::stream_chunk<Tokens> * kernel::stream_scratch_stride * 4;
+  const size chunk = kernel::stream_chunk<kernel::stream_tiles<Tokens, Split> * 8>;
+  const size scratch = warps * chunk * kernel::stream_scratch_stride * 4;
   const size over = (warps - a.tile_units) * kernel::stream_unit_bytes;  // read beyond the last slot, and not used
-  const size beyond = 1024 + larger(over, scratch);
+  const size beyond = 1024 + larger(over, Split > 1 ? 0 : scratch);
   a.slots = static_cast<unsigned>(smaller<size>((stream_shared<Tokens> - beyond) / slot, kernel::stream_most_slots));
+  // With a split, what the blocks exchange takes the ring's place, and the scratch memory follows it.
+  const size exchange = Split > 1 ? warps * kernel::stream_tiles<Tokens, Split> * 1024 : 0;
+  a.scratch_at = static_cast<unsigned>(Split > 1 ? exchange : a.slots * slot);
   a.x = tensor_map(operation, a.linear.x, a.linear.tokens, a.linear.columns,
                    a.linear.tokens == 1 ? a.linear.columns : a.linear.x_stride, Tokens);
   launch_clusters(exec.stream, Split, owners * Split, (warps + kernel::stream_fill_warps) * 32,
-                  larger(a.slots * slot, pieces) + beyond, function, a);
+                  larger(a.slots * slot, Split > 1 ? exchange + scratch : 0) + beyond, function, a);
 }
 
 /// Whether a launch's K is to be split: there are few rows for the multiprocessors, and each cluster has one pass.
 template <int Tokens, int Split>
 bool stream_splits(const kernel::LinearArguments<bf16>& l) {
   return l.columns >= kernel::linear_split_columns && l.tokens <= Tokens &&
-         l.units <= stream_clusters<Tokens, Split>() * kernel::stream_most_warps<Split>;
+         l.units <= stream_clusters<Tokens, Split>() * kernel::stream_most_warps;
 }
 
 template <int Tokens>
 void launch_stream(const gpu& exec, const char* operation, kernel::StreamArguments& a) {
-  if (stream_splits<Tokens, 4>(a.linear)) return launch_stream<Tokens, 4>(exec, operation, a);
+  if (stream_splits<Tokens, 2>(a.linear)) return launch_stream<Tokens, 2>(exec, operation, a);
   launch_stream<Tokens, 1>(exec, operation, a);
 }
 

@@ -28,8 +28,7 @@ class MoeDeviceWorkspace {
         items(max_rows * geometry_.top_k),
         item_count(1),
         order(items.count()),
-        ready(items.count()),
-        tickets(2),
+        ready(items.count() + 1),
         staged(std::same_as<Activation, bf16> ? max_rows * padded(moe_expert_width(geometry_)) : 0),
         mid(items.count() * padded(geometry_.expert_hidden)),
         y(items.count() * moe_expert_width(geometry_)) {}
@@ -38,7 +37,7 @@ class MoeDeviceWorkspace {
   size max_rows() const { return max_rows_; }
   size bytes() const {
     return kinds.bytes() + counts.bytes() + items.bytes() + item_count.bytes() + order.bytes() + ready.bytes() +
-           tickets.bytes() + staged.bytes() + mid.bytes() + y.bytes();
+           staged.bytes() + mid.bytes() + y.bytes();
   }
 
   /// How many rows of the last call each expert was computed for [n_routed]. For inspection: copies, and so waits.
@@ -67,7 +66,7 @@ class MoeDeviceWorkspace {
   }
 
   LatentMoeConfig geometry_;
-  size max_rows_;
+  detail::OwnedSize max_rows_;
 
  public:
   // For the operations.
@@ -75,7 +74,7 @@ class MoeDeviceWorkspace {
   DeviceBuffer<unsigned> counts;             // [n_routed] where they are too many for shared memory
   DeviceBuffer<kernel::ExpertItem> items;    // [rows * top_k]
   DeviceBuffer<unsigned> item_count, order;  // [1], [rows * top_k]
-  DeviceBuffer<unsigned> ready, tickets;     // [rows * top_k], [2]
+  DeviceBuffer<unsigned> ready;              // [rows * top_k + 1], 0 between calls
   DeviceBuffer<Activation> staged;           // [rows, padded width]
   DeviceBuffer<Activation> mid, y;           // [rows * top_k, padded expert_hidden], [rows * top_k, width]
 };
@@ -104,33 +103,14 @@ void launch_expert_kernel(const char* operation, const gpu& exec, void (*functio
              cudaLaunchKernelEx(&config, function, static_cast<Parameter>(argument)...));
 }
 
-/// How many stages the streaming kernel can have for these sizes on this device; 0 where it cannot run.
-inline unsigned expert_stream_stages(const kernel::ExpertStreamArguments& a) {
-  static const size memory = [] {
-    int device = 0, most = 0;
-    check_cuda("experts", "cudaGetDevice", cudaGetDevice(&device));
-    check_cuda("experts", "cudaDeviceGetAttribute",
-               cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+/// Whether the streaming kernel was compiled for this device: it is empty elsewhere.
+inline bool expert_stream_runs() {
+  static const bool runs = [] {
     cudaFuncAttributes attributes{};
-    check_cuda("experts", "cudaFuncGetAttributes", cudaFuncGetAttributes(&attributes, kernel::expert_stream));
-    if (attributes.binaryVersion < 90) return size{0};  // compiled without what it needs: empty
-    check_cuda("experts", "cudaFuncSetAttribute",
-               cudaFuncSetAttribute(kernel::expert_stream, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
-    return static_cast<size>(most);
+    check_cuda("experts", "cudaFuncGetAttributes", cudaFuncGetAttributes(&attributes, kernel::expert_stream<true>));
+    return attributes.binaryVersion >= 90;
   }();
-  const size fixed = (sizeof(kernel::StreamShared) + 127) / 128 * 128;
-  if (memory <= fixed || a.columns() > kernel::stream_pieces * kernel::piece_columns) return 0;
-  const size stages = smaller((memory - fixed) / a.stage_bytes(), size{kernel::stream_stages});
-  return stages < 2 ? 0 : static_cast<unsigned>(stages);
-}
-
-inline kernel::LinearGlu expert_glu(const GluConfig& glu) {
-  kernel::LinearGlu result{};
-  result.silu = glu.kind == GluConfig::Kind::silu;
-  result.beta = glu.beta;
-  result.capped = glu.linear_beta.has_value();
-  if (glu.linear_beta) result.linear_beta = *glu.linear_beta;
-  return result;
+  return runs;
 }
 
 /// The two products as two kernels, for any weights.
@@ -187,8 +167,8 @@ struct ExpertLaunch {
             kernel::RowOrder order, const MoeDeviceWorkspace<P>& workspace) const {
     const size width = latent.extent(1), items = size{list.rows} * list.k;
     kernel::ExpertGemmArguments<X> a{};
-    a.table = table.data(), a.items = list.items, a.item_count = list.item_count, a.order = list.order;
-    a.k = list.k, a.glu = expert_glu(geometry.activation);
+    a.items = list.items, a.item_count = list.item_count, a.order = list.order;
+    a.k = list.k, a.glu = kernel::LinearGlu(geometry.activation);
     a.x = tensor ? workspace.staged.data() : latent.data;
     a.x_stride = tensor ? workspace.padded(width) : latent.strides[0];
     a.out = workspace.mid.data(), a.out_stride = workspace.padded(geometry.expert_hidden), a.out_order = order;
@@ -235,7 +215,8 @@ void launch_prepare(const char* operation, const gpu& exec, const kernel::Workli
 /// gives NaN. Throws invalid_argument on shapes and sizes that do not fit, before anything is launched. Rows that chose
 /// the same expert share one reading of its weights (32 at a time); a row's bits do not depend on the others. Accuracy:
 /// float within 2e-6 of double, of the largest output; bf16 within 5e-3 (L2) of the host's bf16. Cost: 17.5 MB of MXFP4
-/// per distinct expert of the released model; three kernels for packed experts (repack_experts) on sm_90, else four.
+/// per distinct expert of the released model; packed (repack_experts) on sm_90, two
+/// kernels up to 32 choices and three above, else four.
 template <latent_moe_geometry G, device_tensor<2> Latent, device_tensor<2> Ids, device_tensor<2> Weights, precision P,
           writable_device_tensor<2> Out>
   requires(std::same_as<typename Latent::value_type, typename P::activation> &&
@@ -271,25 +252,24 @@ void mix_routed_experts(const gpu& exec, G geometry, const Latent& latent, const
   list.kinds = workspace.kinds.data(), list.counts = workspace.counts.data();
   list.items = workspace.items.data(), list.item_count = workspace.item_count.data();
   list.order = workspace.order.data();
-  list.ready = workspace.ready.data(), list.tickets = workspace.tickets.data();
 
-  kernel::ExpertStreamArguments stream{};
+  const bool streams = std::same_as<X, bf16> && table.layout() == ExpertLayout::packed && detail::expert_stream_runs();
+  const bool small = streams && rows * top_k <= kernel::small_choices && rows * width * sizeof(X) <= 32 * 1024;
+  if (streams) list.most = 8;
+  if (!small) detail::launch_prepare<P>(operation, exec, list, latent, tensor, order, workspace);
   if constexpr (std::same_as<X, bf16>) {
-    stream.table = table.data(), stream.items = list.items, stream.item_count = list.item_count;
-    stream.order = list.order, stream.ready = list.ready, stream.tickets = list.tickets;
+    kernel::ExpertStreamArguments stream{};
+    stream.list = list, stream.latent = latent.data, stream.latent_stride = latent.strides[0];
     stream.x = workspace.staged.data(), stream.mid = workspace.mid.data(), stream.y = workspace.y.data();
+    stream.ready = workspace.ready.data(), stream.done = stream.ready + workspace.items.count();
     stream.width = static_cast<unsigned>(width), stream.hidden = static_cast<unsigned>(geometry.expert_hidden);
-    stream.k = list.k, stream.glu = detail::expert_glu(geometry.activation);
-    if (table.layout() == ExpertLayout::packed) stream.stages = detail::expert_stream_stages(stream);
+    stream.glu = kernel::LinearGlu(geometry.activation);
+    if (streams)
+      detail::launch_expert_kernel(operation, exec, small ? kernel::expert_stream<true> : kernel::expert_stream<false>,
+                                   dim3(static_cast<unsigned>(detail::multiprocessors())), kernel::stream_threads,
+                                   small ? rows * width * sizeof(X) : 0, stream);
   }
-  if (stream.stages > 0) list.most = 8;
-  detail::launch_prepare<P>(operation, exec, list, latent, tensor, order, workspace);
-  if (stream.stages > 0) {
-    detail::launch_expert_kernel(
-        operation, exec, kernel::expert_stream, dim3(static_cast<unsigned>(detail::multiprocessors())),
-        kernel::stream_threads,
-        (sizeof(kernel::StreamShared) + 127) / 128 * 128 + size{stream.stages} * stream.stage_bytes(), stream);
-  } else {
+  if (!streams) {
     const detail::ExpertLaunch<X> launch{operation, exec, table};
     launch.template both<P>(geometry, latent, list, tensor, order, workspace);
   }
@@ -298,7 +278,7 @@ void mix_routed_experts(const gpu& exec, G geometry, const Latent& latent, const
                   static_cast<unsigned>(detail::smaller(rows, size{65535})));
   detail::launch_expert_kernel(operation, exec, kernel::combine_experts<X>, grid, 256, 0, workspace.y.data(),
                                weights.data, weights.strides[0], list.kinds, list.rows, list.k, width, out.data,
-                               out.strides[0]);
+                               out.strides[0], workspace.ready.data(), streams ? workspace.ready.count() : 0);
 }
 
 /// The expert path that reads MXFP4 codes and E8M0 scales through a table of pointers, by name.

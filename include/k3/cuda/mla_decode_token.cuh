@@ -1,13 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <k3/cuda/launch.cuh>
 #include <k3/cuda/mla_device_workspace.cuh>
-#include <k3/kernels/mla_project.cuh>
+#include <k3/kernels/mla_project_tensor.cuh>
 #include <k3/ops/mla_decode_token.hpp>
 
 namespace k3 {
 
 namespace detail {
+
+/// Status words share memory with nothing that is read or written.
+template <class T>
+void mla_check_status(const char* operation, DeviceView<unsigned, 1> status, DeviceView<const id, 1> slots,
+                      DeviceView<const size, 1> positions, const MlaKvView<T, MemorySpace::device>& kv) {
+  require_disjoint(operation, "status", status, "slots", slots, "positions", positions, "kv.pages", kv.pages,
+                   "kv.block_table", kv.block_table);
+}
 
 template <mla_geometry G, class KvA, class T>
 void mla_check_append(const char* operation, G g, const KvA& kv_a, const AnyVector<MemorySpace::device>& norm,
@@ -21,7 +30,9 @@ void mla_check_append(const char* operation, G g, const KvA& kv_a, const AnyVect
   mla_require_weight(operation, "kv_a_layernorm", norm.type);
   require(eps >= 0 && eps < 1, operation, "norm_eps", eps, "at least 0 and below 1");
   mla_check_rows(operation, rows, slots, positions, kv, status);
-  require_disjoint(operation, "kv.pages", kv.pages, "kv_a", kv_a);
+  require_disjoint(operation, "kv.pages", kv.pages, "kv_a", kv_a, "kv_a_layernorm", norm, "slots", slots, "positions",
+                   positions, "kv.block_table", kv.block_table);
+  mla_check_status(operation, status, slots, positions, kv);
 }
 
 template <mla_geometry G>
@@ -49,11 +60,45 @@ void mla_with_kv_b(G g, const AnyMatrix<MemorySpace::device>& kv_b, size rows, F
     call(static_cast<const float*>(kv_b.data));
 }
 
-/// Eight rows at a time where there is more than one: their bits are the same.
-inline dim3 mla_project_grid(size heads, size blocks, size rows) {
-  const size steps = rows == 1 ? 1 : (rows + 7) / 8;
+/// Blocks for `rows` rows, `step` at a time.
+inline dim3 mla_project_grid(size heads, size blocks, size rows, size step) {
   return dim3(static_cast<unsigned>(heads), static_cast<unsigned>(blocks),
-              static_cast<unsigned>(smaller(steps, size{65535})));
+              static_cast<unsigned>(smaller((rows + step - 1) / step, size{65535})));
+}
+
+/// mla_absorb for any types, on tensor cores in bf16.
+template <class T, class W>
+void mla_launch_absorb(const gpu& exec, const kernel::MlaProjectArguments<T, W>& a) {
+  if constexpr (std::same_as<T, bf16> && std::same_as<W, bf16>) {
+    const size columns = kernel::mla_absorb_threads / 32 * kernel::mla_absorb_warp_columns;
+    const dim3 grid = mla_project_grid(a.heads, (a.latent + columns - 1) / columns, a.rows, 64);
+    launch(exec.stream, grid, dim3(kernel::mla_absorb_threads), 0,
+           a.vector ? kernel::mla_absorb_tensor<true> : kernel::mla_absorb_tensor<false>, a);
+  } else {
+    const size columns = kernel::mla_absorb_columns, step = a.rows == 1 ? 1 : 8;  // the bits are the same
+    const dim3 grid = mla_project_grid(a.heads, (a.latent + columns - 1) / columns, a.rows, step);
+    (a.rows == 1 ? kernel::mla_absorb<1, T, W>
+                 : kernel::mla_absorb<8, T, W>)<<<grid, kernel::mla_threads, 0, exec.stream>>>(a);
+    check_launch("mla_absorb_query");
+  }
+}
+
+/// mla_expand likewise.
+template <class T, class W>
+void mla_launch_expand(const gpu& exec, const kernel::MlaProjectArguments<T, W>& a) {
+  if constexpr (std::same_as<T, bf16> && std::same_as<W, bf16>) {
+    const size outputs = a.rows <= 16 ? 32 : 128, step = a.rows <= 16 ? 16 : 32;  // the bits are the same
+    const dim3 grid = mla_project_grid(a.heads, (a.v + outputs - 1) / outputs, a.rows, step);
+    const auto few = a.vector ? kernel::mla_expand_tensor<true, 1> : kernel::mla_expand_tensor<false, 1>;
+    const auto many = a.vector ? kernel::mla_expand_tensor<true, 4> : kernel::mla_expand_tensor<false, 4>;
+    launch(exec.stream, grid, dim3(a.rows <= 16 ? 128 : 256), 0, a.rows <= 16 ? few : many, a);
+  } else {
+    const size outputs = kernel::mla_warps * kernel::mla_expand_outputs, step = a.rows == 1 ? 1 : 8;
+    const dim3 grid = mla_project_grid(a.heads, (a.v + outputs - 1) / outputs, a.rows, step);
+    (a.rows == 1 ? kernel::mla_expand<1, T, W>
+                 : kernel::mla_expand<8, T, W>)<<<grid, kernel::mla_threads, 0, exec.stream>>>(a);
+    check_launch("mla_expand_values");
+  }
 }
 
 template <class T, class Arguments>
@@ -82,18 +127,12 @@ void mla_launch_expand(const gpu& exec, G g, const O& o_latent, const AnyMatrix<
   const size rows = o_latent.extents[0];
   if (rows == 0) return;
   mla_with_kv_b<T>(g, kv_b, rows, [&](auto a) {
-    using W = std::remove_cvref_t<decltype(*a.kv_b)>;
     a.o_latent = o_latent.data, a.o_row = o_latent.strides[0], a.o_head = o_latent.strides[1];
     a.live = live, a.gate = gate.data, a.gate_stride = gate.strides[0];
     a.out = out.data, a.out_stride = out.strides[0];
-    const size outputs = kernel::mla_warps * kernel::mla_expand_outputs;
-    const dim3 grid = mla_project_grid(a.heads, (a.v + outputs - 1) / outputs, rows);
-    if (rows == 1)
-      kernel::mla_expand<1, T, W><<<grid, kernel::mla_threads, 0, exec.stream>>>(a);
-    else
-      kernel::mla_expand<8, T, W><<<grid, kernel::mla_threads, 0, exec.stream>>>(a);
+    a.latent_vector = mla_aligned(a.o_latent) && a.o_row % 4 == 0 && a.o_head % 4 == 0;
+    mla_launch_expand(exec, a);
   });
-  check_launch("mla_expand_values");
 }
 
 }  // namespace detail
@@ -115,12 +154,11 @@ void mla_append(const gpu& exec, G geometry, const KvA& kv_a, const AnyVector<Me
   a.norm = {kv_a_norm.data, kv_a_norm.type == ElementType::bf16};
   a.latent = static_cast<unsigned>(geometry.kv_lora_rank), a.width = static_cast<unsigned>(mla_cache_width(geometry));
   a.eps = norm_eps;
-  kernel::mla_append<X, T><<<detail::grid_size(a.rows.count, 1), 128, 0, exec.stream>>>(a);
-  detail::check_launch("mla_append");
+  detail::launch(exec.stream, dim3(detail::grid_size(a.rows.count, 1)), dim3(128), 0, kernel::mla_append<X, T>, a);
 }
 
-/// The host's mla_absorb_query on the device; kv_b F32 or BF16. Cost: W_UK, half of kv_b, read once for up to 8 rows,
-/// then from the L2 cache.
+/// The host's mla_absorb_query on the device; kv_b F32 or BF16, all in bf16 on tensor cores. Cost: W_UK, half of kv_b,
+/// read once, and again from the L2 cache for each 64 rows (8 in float).
 template <mla_geometry G, device_tensor<2> Q, writable_device_tensor<3> Out>
   requires std::same_as<typename Q::value_type, typename Out::value_type>
 void mla_absorb_query(const gpu& exec, G geometry, const Q& q, const AnyMatrix<MemorySpace::device>& kv_b,
@@ -132,28 +170,24 @@ void mla_absorb_query(const gpu& exec, G geometry, const Q& q, const AnyMatrix<M
   detail::require_shape(operation, "q", q, rows, mla_q_width(geometry));
   detail::mla_check_kv_b(operation, geometry, kv_b);
   detail::require_shape(operation, "q_latent", q_latent, rows, geometry.heads, mla_cache_width(geometry));
-  detail::require_disjoint(operation, "q_latent", q_latent, "q", q);
+  detail::require_disjoint(operation, "q_latent", q_latent, "q", q, "kv_b", kv_b);
   if (rows == 0) return;
   detail::mla_with_kv_b<T>(geometry, kv_b, rows, [&](auto a) {
-    using W = std::remove_cvref_t<decltype(*a.kv_b)>;
     a.q = q.data, a.q_stride = q.strides[0];
     a.q_latent = q_latent.data, a.q_latent_row = q_latent.strides[0], a.q_latent_head = q_latent.strides[1];
-    const size columns = kernel::mla_absorb_columns;
-    const dim3 grid = detail::mla_project_grid(a.heads, (a.latent + columns - 1) / columns, rows);
-    if (rows == 1)
-      kernel::mla_absorb<1, T, W><<<grid, kernel::mla_threads, 0, exec.stream>>>(a);
-    else
-      kernel::mla_absorb<8, T, W><<<grid, kernel::mla_threads, 0, exec.stream>>>(a);
+    a.q_vector = detail::mla_aligned(a.q) && a.q_stride % 8 == 0 && (a.nope + a.rope) % 8 == 0;
+    a.latent_vector = detail::mla_aligned(a.q_latent) && a.q_latent_row % 8 == 0 && a.q_latent_head % 8 == 0;
+    detail::mla_launch_absorb(exec, a);
   });
-  detail::check_launch(operation);
 }
 
 /// The host's mla_attend on the device: bf16 on tensor cores where kv_lora_rank is at most 512, everything else in
 /// float. On sm_90a latents of 512 and keys of 576 with more than 16 heads take mla_attend_wide, where pages are
-/// multiples of 8 positions or a slot is one page. A row's context is cut into at most 64 parts by its own length; no
-/// other row, capacity, or page size within one kernel changes a bit. With gpu::independent false the parts of that
-/// kernel depend on the whole batch, which is faster. Rows whose slot, position or pages are not there give zeros and
-/// RowStatus::bad_slot. Shapes as on the host, o_latent float. Accuracy and cost: those of mla_decode_token.
+/// multiples of 8 positions or a slot is one page. A row's context is cut by its own length, there into at most 32
+/// parts, elsewhere into 64; no other row, capacity, or page size within one kernel changes a bit. With
+/// gpu::independent false the parts of that kernel depend on the whole batch, which is faster. Rows whose slot,
+/// position or pages are not there give zeros and RowStatus::bad_slot. Shapes as on the host, o_latent float. Accuracy
+/// and cost: those of mla_decode_token.
 template <mla_geometry G, device_tensor<3> Q, class T, precision P, writable_device_tensor<3> Out>
   requires(std::same_as<typename Q::value_type, T> && std::same_as<typename P::activation, T>)
 void mla_attend(const gpu& exec, G geometry, const Q& q_latent, const MlaKvView<T, MemorySpace::device>& kv,
@@ -167,8 +201,10 @@ void mla_attend(const gpu& exec, G geometry, const Q& q_latent, const MlaKvView<
   detail::require_shape(operation, "q_latent", q_latent, rows, geometry.heads, mla_cache_width(geometry));
   detail::require_shape(operation, "o_latent", o_latent, rows, geometry.heads, geometry.kv_lora_rank);
   workspace.check(operation, geometry, rows, kv.capacity());
-  detail::require_disjoint(operation, "o_latent", o_latent, "q_latent", q_latent);
-  detail::require_disjoint(operation, "o_latent", o_latent, "kv.pages", kv.pages);
+  detail::require_disjoint(operation, "o_latent", o_latent, "q_latent", q_latent, "kv.pages", kv.pages, "slots", slots,
+                           "positions", positions, "kv.block_table", kv.block_table);
+  detail::mla_check_status(operation, status, slots, positions, kv);
+  detail::require_disjoint(operation, "status", status, "q_latent", q_latent, "o_latent", o_latent);
   const unsigned tiles = workspace.stages() ? detail::mla_group_tiles(geometry.heads) : 0;
   kernel::MlaAttendArguments<T> a;
   a.cache = detail::mla_cache<const T>(kv);
@@ -205,7 +241,9 @@ void mla_attend(const gpu& exec, G geometry, const Q& q_latent, const MlaKvView<
   }
 }
 
-/// The host's mla_expand_values on the device; kv_b F32 or BF16. Cost: W_UV, half of kv_b, read once for up to 8 rows.
+/// The host's mla_expand_values on the device; kv_b F32 or BF16, all in bf16 on tensor cores, where a mean is the sum
+/// of two bf16 (16 bits). Cost: W_UV, half of kv_b, read once, and again from the L2 cache for each 32 rows (8 in
+/// float).
 template <mla_geometry G, device_tensor<3> O, writable_device_tensor<2> Out>
   requires std::same_as<typename O::value_type, float>
 void mla_expand_values(const gpu& exec, G geometry, const O& o_latent, const AnyMatrix<MemorySpace::device>& kv_b,
@@ -215,7 +253,7 @@ void mla_expand_values(const gpu& exec, G geometry, const O& o_latent, const Any
   detail::require_shape(operation, "o_latent", o_latent, o_latent.extents[0], geometry.heads, geometry.kv_lora_rank);
   detail::mla_check_kv_b(operation, geometry, kv_b);
   detail::require_shape(operation, "out", out, o_latent.extents[0], mla_v_width(geometry));
-  detail::require_disjoint(operation, "out", out, "o_latent", o_latent);
+  detail::require_disjoint(operation, "out", out, "o_latent", o_latent, "kv_b", kv_b);
   detail::mla_launch_expand(exec, geometry, o_latent, kv_b, DeviceView<const typename Out::value_type, 2>{}, nullptr,
                             out);
 }
@@ -226,8 +264,8 @@ void mla_expand_values(const gpu& exec, G geometry, const O& o_latent, const Any
 /// RowStatus::bad_slot; that the rows of a slot follow each other is not checked. A row's bits depend on its own
 /// sequence alone. May be captured: the launch depends on the number of rows and the cache's capacity only. Throws
 /// invalid_argument for what the arguments show, before anything is launched. Accuracy: float within 2e-6 of double, of
-/// the largest output up to 1000 positions; bf16 within 5e-3 (relative L2) of the host's. Cost: kv_b once for up to 8
-/// rows, and of each row's positions 1152 bytes once per 48 heads at the released geometry.
+/// the largest output up to 1000 positions; bf16 within 5e-3 (relative L2) of the host's. Cost: kv_b once, and
+/// of each row's positions 1152 bytes once per 48 heads at the released geometry.
 template <mla_geometry G, device_tensor<2> Q, device_tensor<2> KvA, device_tensor<2> Gate, class T, precision P,
           writable_device_tensor<2> Out>
   requires(std::same_as<typename Out::value_type, T> && std::same_as<typename Q::value_type, T> &&
@@ -253,11 +291,15 @@ void mla_decode_token(const gpu& exec, G geometry, const Q& q, const KvA& kv_a,
   if (gate.data != nullptr) {
     detail::require_shape(operation, "gate", gate, rows, mla_v_width(geometry));
     detail::require_disjoint(operation, "out", out, "gate", gate);
+    detail::require_disjoint(operation, "kv.pages", kv.pages, "gate", gate);
+    detail::require_disjoint(operation, "status", status, "gate", gate);
   }
-  detail::require_disjoint(operation, "out", out, "q", q);
-  detail::require_disjoint(operation, "out", out, "kv_a", kv_a);
-  detail::require_disjoint(operation, "out", out, "kv.pages", kv.pages);
-  detail::require_disjoint(operation, "kv.pages", kv.pages, "q", q);
+  detail::require_disjoint(operation, "out", out, "q", q, "kv_a", kv_a, "kv_a_layernorm", kv_a_norm, "kv_b", kv_b,
+                           "slots", slots, "positions", positions, "kv.pages", kv.pages, "kv.block_table",
+                           kv.block_table);
+  detail::require_disjoint(operation, "kv.pages", kv.pages, "q", q, "kv_b", kv_b);
+  detail::require_disjoint(operation, "status", status, "q", q, "kv_a", kv_a, "kv_a_layernorm", kv_a_norm, "kv_b", kv_b,
+                           "out", out);
   if (rows == 0) return;
   const auto q_latent = workspace.q_latent(rows);
   const auto o_latent = workspace.o_latent(rows);

@@ -47,7 +47,7 @@ class MlaDeviceKv {
   /// What the operations take.
   MlaKvView<T, MemorySpace::device> view() const {
     return {data_.view(slots_ * blocks_, page_size_, width_),
-            device_view(static_cast<const id*>(device_table_.data()), slots_, blocks_), page_size_};
+            device_view(static_cast<const id*>(device_table_.data()), slots(), size{blocks_}), page_size_};
   }
 
   /// Another order of the pages: table [slots * blocks], each entry a page of this cache. Rows stay in their pages.
@@ -137,7 +137,9 @@ class MlaDeviceKv {
     detail::check_cuda("MlaDeviceKv", "cudaStreamSynchronize", cudaStreamSynchronize(stream));
   }
 
-  size page_size_ = 0, slots_ = 0, blocks_ = 0, width_ = 0;
+  size page_size_ = 0;
+  detail::OwnedSize slots_, blocks_;
+  size width_ = 0;
   DeviceBuffer<T> data_{};
   std::vector<id> table_;
   DeviceBuffer<id> device_table_{};

@@ -138,7 +138,7 @@ class MlaDeviceWorkspace {
   /// Throws invalid_argument where the workspace was made for another geometry, for fewer rows or shorter ones.
   template <mla_geometry G>
   void check(const char* operation, G geometry, size rows, size capacity) const {
-    detail::require(rows <= max_rows_, operation, "the workspace's max_rows", max_rows_, rows);
+    detail::require(rows <= max_rows_, operation, "the workspace's max_rows", max_rows(), rows);
     detail::require(capacity <= capacity_, operation, "the workspace's capacity", capacity_, capacity);
     detail::require(heads_ == geometry.heads, operation, "the workspace's heads", heads_, geometry.heads);
     detail::require(width_ == mla_cache_width(geometry) && latent_ == geometry.kv_lora_rank, operation,
@@ -165,7 +165,8 @@ class MlaDeviceWorkspace {
       if (kernel::mla_shared_bytes(group, width, stages) <= static_cast<size>(most)) stages_ = stages;
   }
 
-  size max_rows_ = 0, heads_ = 0, width_ = 0, latent_ = 0, capacity_ = 0, part_rows_ = 0;
+  detail::OwnedSize max_rows_;
+  size heads_ = 0, width_ = 0, latent_ = 0, capacity_ = 0, part_rows_ = 0;
   unsigned stages_ = 0;
   DeviceBuffer<Activation> q_latent_{};
   DeviceBuffer<float> o_latent_{}, part_{};

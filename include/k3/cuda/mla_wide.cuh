@@ -86,9 +86,7 @@ class MlaWideWorkspace {
   /// Of one launch, for a cache of this capacity.
   size rows(bool independent, size capacity) const {
     const auto tiles = static_cast<unsigned>((capacity + kernel::mla_tile - 1) / kernel::mla_tile);
-    const unsigned most =
-        smaller(larger((tiles + kernel::mla_wide_least - 1) / kernel::mla_wide_least, 1u), kernel::mla_most_splits);
-    const size by_room = larger(places_ / most, size{1});
+    const size by_room = larger(places_ / kernel::mla_wide_parts_of(tiles), size{1});
     return smaller(independent ? by_room : size{kernel::mla_wide_rows}, size{kernel::mla_wide_rows});
   }
 

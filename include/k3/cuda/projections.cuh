@@ -24,7 +24,8 @@ struct Projection {
 template <writable_device_tensor<2> Out>
   requires(std::same_as<typename Out::value_type, bf16> || std::same_as<typename Out::value_type, float>)
 Projection projection(const AnyMatrix<MemorySpace::device>& weight, const Out& out) {
-  detail::require(out.strides[1] == 1, "projection", "out", "strided in its last dimension", "dense rows");
+  detail::require_shape("projection", "out", out, out.extents[0], out.extents[1]);
+  detail::require_distinct("projection", "out", out);
   constexpr bool float_out = std::same_as<typename Out::value_type, float>;
   return {weight, {}, {}, out.data, out.extents[0], out.extents[1], out.strides[0], float_out};
 }
@@ -51,6 +52,13 @@ inline void require_device_weight(const char* operation, const char* argument,
   require(weight.data != nullptr || rows * columns == 0, operation, argument, "null", "memory");
 }
 
+/// The bytes of a projection's outputs.
+inline Footprint out_footprint(const Projection& p) {
+  const size element = p.float_out ? 4 : 2;
+  return {reinterpret_cast<std::uintptr_t>(p.out), p.columns > 0 ? p.rows : 0, p.columns * element,
+          p.out_stride * element};
+}
+
 template <class X>
 void check_projection(const char* operation, const DeviceView<const X, 2>& x, const Projection& p) {
   const size tokens = x.extents[0], columns = x.extents[1];
@@ -63,12 +71,10 @@ void check_projection(const char* operation, const DeviceView<const X, 2>& x, co
     require_device_weight(operation, "up_proj", p.up, p.columns, columns);
     require(p.up.type == p.weight.type, operation, "up_proj", "of another type than gate_proj", "of the same type");
   }
-  const auto bytes_of = [](const void* data, size rows, size width, size stride) {
-    return Footprint{reinterpret_cast<std::uintptr_t>(data), width > 0 ? rows : 0, width, stride};
-  };
-  const size element = p.float_out ? 4 : 2;
-  require_disjoint(operation, "out", bytes_of(p.out, p.rows, p.columns * element, p.out_stride * element), "x",
-                   bytes_of(x.data, tokens, columns * sizeof(X), x.strides[0] * sizeof(X)));
+  const Footprint out = out_footprint(p);
+  require_disjoint(operation, "out", out, "x", x);
+  require_disjoint(operation, "out", out, p.up ? "gate_proj" : "weight", p.weight);
+  require_disjoint(operation, "out", out, "up_proj", p.up);
 }
 
 /// Which kernel a product is for. It depends on types, on addresses and on K, never on the number of tokens.
@@ -123,6 +129,13 @@ void run_projections(const gpu& exec, const char* operation, const DeviceView<co
   require_shape(operation, "x", x, x.extents[0], x.extents[1]);
   require(count <= kernel::linear_most_segments, operation, "the number of projections", count, "at most 8");
   for (size i = 0; i < count; ++i) check_projection(operation, x, list[i]);
+  for (size i = 0; i < count; ++i)
+    for (size j = 0; j < count; ++j) {
+      if (j < i) require_disjoint(operation, "out", out_footprint(list[i]), "another out", out_footprint(list[j]));
+      if (j == i) continue;
+      require_disjoint(operation, "out", out_footprint(list[i]), "another weight", list[j].weight);
+      require_disjoint(operation, "out", out_footprint(list[i]), "another up_proj", list[j].up);
+    }
   if (x.extents[0] == 0) return;
   for (const LinearPath path :
        {LinearPath::tensor, LinearPath::tensor_unaligned, LinearPath::general_f32, LinearPath::general_bf16}) {
@@ -141,8 +154,7 @@ void run_projections(const gpu& exec, const char* operation, const DeviceView<co
       s.rows = static_cast<unsigned>(p.columns);
       s.kind = add != nullptr ? kernel::LinearKind::add : p.up ? kernel::LinearKind::glu : kernel::LinearKind::store;
       s.float_out = p.float_out;
-      s.glu = {p.glu.kind == GluConfig::Kind::silu, p.glu.linear_beta.has_value(), p.glu.beta,
-               p.glu.linear_beta.value_or(1.0f)};
+      s.glu = kernel::LinearGlu(p.glu);
       const unsigned unit = tensor ? (p.up ? 8 : 16) : 1;
       a.units += (s.rows + unit - 1) / unit;
       s.end = a.units;
@@ -175,9 +187,9 @@ DeviceView<const T, Rank> read_only(const DeviceView<const T, Rank>& v) {
 /// Several products of one x with different matrices in one launch: q, k, v, g, f_a and b of a KDA layer; q_a, kv_a and
 /// g of an MLA layer; router, latent down and the gated shared experts of a MoE layer. Shapes: x [R, K] of bf16 or
 /// float, the projections as they were made, up to 8. A projection has the same bits in any company and alone, for any
-/// R, aligned or not. Outputs must not share memory (not checked among each other). Throws invalid_argument on shapes
-/// that do not fit, weights that are neither F32 nor BF16, out sharing memory with x. Cost: each weight read once for
-/// up to 128 rows of x.
+/// R, aligned or not. Throws invalid_argument on shapes that do not fit, weights that are neither F32 nor BF16, and an
+/// output sharing memory with x, a weight or another output, before anything is launched. Cost: each weight read once
+/// for up to 128 rows of x.
 template <device_tensor<2> X>
 void projections(const gpu& exec, const X& x, std::initializer_list<Projection> list) {
   detail::run_projections(exec, "projections", detail::read_only(x), list.begin(), list.size());

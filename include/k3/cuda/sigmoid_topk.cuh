@@ -2,7 +2,8 @@
 #pragma once
 
 #include <k3/core/any_view.hpp>
-#include <k3/cuda/execution.cuh>
+#include <k3/core/overlap.hpp>
+#include <k3/cuda/launch.cuh>
 #include <k3/kernels/router.cuh>
 #include <k3/ops/require_weight.hpp>
 #include <k3/ops/row_status.hpp>
@@ -13,16 +14,18 @@ namespace k3 {
 /// largest sigmoid(logit) + bias, ties to the lower index; weights p / (sum + 1e-20) * scale. Shapes: logits [R, E]
 /// float, bias [E] float or bf16, ids and weights [R, k]. `slots` [R], if given: rows with pad_slot are not looked at.
 /// A row with a NaN (logit or bias) gets RowStatus::nan_router_logits in `status` [R], if given. Either kind of row has
-/// ids 0..k-1 and weights 0; the other rows' bits do not change. Throws invalid_argument on shapes that do not fit, k
-/// outside 1..E and an infinite scale, before anything is launched. Accuracy: weights <= 1e-6 relative to double. Cost:
-/// for k <= 32 and E <= 4096 2 k warp reductions a row, a few microseconds for any R below the number of
-/// multiprocessors times eight; otherwise k passes over the logits.
+/// ids 0..k-1 and weights 0; the other rows' bits do not change. `logits_older`: the operation launched before this one
+/// neither writes what is given here nor lets others begin before it knows all earlier ones complete, as the linear
+/// ones of kernels/linear_stream.cuh do; the choice is then made while it runs. Throws invalid_argument on shapes that
+/// do not fit, overlapping memory, k outside 1..E and an infinite scale, before anything is launched. Accuracy: weights
+/// <= 1e-6 relative to double. Cost: for k <= 32 and E <= 4096 2 k warp reductions a row, a few microseconds for any R
+/// below the number of multiprocessors times eight; otherwise k passes over the logits.
 template <device_tensor<2> Logits, writable_device_tensor<2> Ids, writable_device_tensor<2> Weights>
   requires(std::same_as<typename Logits::value_type, float> && std::same_as<typename Ids::value_type, id> &&
            std::same_as<typename Weights::value_type, float>)
 void sigmoid_topk(const gpu& exec, const Logits& logits, const AnyVector<MemorySpace::device>& bias, size k,
                   bool renormalize, float scale, const Ids& ids, const Weights& weights,
-                  DeviceView<const id, 1> slots = {}, DeviceView<unsigned, 1> status = {}) {
+                  DeviceView<const id, 1> slots = {}, DeviceView<unsigned, 1> status = {}, bool logits_older = false) {
   constexpr const char* operation = "sigmoid_topk";
   const size rows = logits.extent(0), experts = logits.extent(1), limit = size{1} << 31;
   detail::require(experts > 0 && experts < limit, operation, "the number of experts", experts,
@@ -37,7 +40,13 @@ void sigmoid_topk(const gpu& exec, const Logits& logits, const AnyVector<MemoryS
   detail::require_shape(operation, "ids", ids, rows, k);
   detail::require_shape(operation, "weights", weights, rows, k);
   if (slots.data != nullptr) detail::require_shape(operation, "slots", slots, rows);
-  if (status.data != nullptr) detail::require_shape(operation, "status", status, rows);
+  detail::require_disjoint(operation, "ids", ids, "logits", logits, "bias", bias, "slots", slots, "weights", weights);
+  detail::require_disjoint(operation, "weights", weights, "logits", logits, "bias", bias, "slots", slots);
+  if (status.data != nullptr) {
+    detail::require_shape(operation, "status", status, rows);
+    detail::require_disjoint(operation, "status", status, "logits", logits, "bias", bias, "slots", slots, "ids", ids,
+                             "weights", weights);
+  }
   if (rows == 0) return;
 
   kernel::RouterArguments a{};
@@ -53,8 +62,8 @@ void sigmoid_topk(const gpu& exec, const Logits& logits, const AnyVector<MemoryS
   const auto function = !tournament                             ? kernel::sigmoid_topk_any<kernel::router_threads>
                         : experts <= 4 * kernel::router_threads ? kernel::sigmoid_topk_tournament<4>
                                                                 : kernel::sigmoid_topk_tournament<16>;
-  function<<<detail::grid_size(rows, 1), kernel::router_threads, 0, exec.stream>>>(a);
-  detail::check_launch(operation);
+  a.early = logits_older;
+  detail::launch(exec.stream, dim3(detail::grid_size(rows, 1)), dim3(kernel::router_threads), 0, function, a);
 }
 
 /// As above for a bias whose type is known.

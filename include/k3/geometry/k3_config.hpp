@@ -26,8 +26,9 @@ struct K3Config {
   size max_position_embeddings = 0;
   float rms_norm_eps = 1e-5f;
   bool tie_word_embeddings = false;
-  std::vector<MixerKind> mixers;  ///< one per layer
-  std::vector<id> eos_token_ids;  ///< the union of all places that name one
+  std::vector<MixerKind> mixers;           ///< one per layer
+  std::vector<id> eos_token_ids;           ///< the union of all places that name one
+  std::vector<std::string> unread_keys{};  ///< of config.json: what nobody knew
   KdaConfig kda{};
   MlaConfig mla{};
   LatentMoeConfig moe{};
@@ -43,7 +44,8 @@ inline MlaConfig mla_from(const K3Config& config) { return config.mla; }
 inline LatentMoeConfig moe_from(const K3Config& config) { return config.moe; }
 
 /// Throws invalid_argument, naming the field, where a config cannot be a model: zero or overflowing sizes, no layers or
-/// more than 10,000, more dense layers than layers, a hidden size that the experts do not share.
+/// more than 10,000, more dense layers than layers, a hidden size that the experts do not share, numbers that no
+/// operation takes (the geometries' checks).
 inline void check(const K3Config& config, const char* operation) {
   const auto at_least_one = [&](size value, const char* name) {
     detail::require(value > 0 && value < (size{1} << 31), operation, name, value, "between 1 and 2^31 - 1");
@@ -60,6 +62,7 @@ inline void check(const K3Config& config, const char* operation) {
                   config.rms_norm_eps, "between 0 and 1");
   bool any_kda = false, any_mla = false;
   for (const MixerKind mixer : config.mixers) (mixer == MixerKind::Kda ? any_kda : any_mla) = true;
+  detail::require_caps(operation, config.moe.activation);  // the dense layers have it too
   if (any_kda) check(config.kda, operation);
   if (any_mla) check(config.mla, operation);
   if (config.first_k_dense_replace < config.mixers.size()) {

@@ -46,6 +46,8 @@ struct K3Graph {
     for (const K3LayerSpec& layer : layers) count += layer.mixer == MixerKind::Kda;
     return count;
   }
+  friend bool operator==(const K3Graph&, const K3Graph&) = default;
+
   size mla_count() const { return layers.size() - kda_count(); }
   bool last_is_mla() const { return !layers.empty() && layers.back().mixer == MixerKind::Mla; }
 };

@@ -33,6 +33,9 @@ struct KdaConfig {
   friend bool operator==(const KdaConfig&, const KdaConfig&) = default;
 };
 
+/// The largest head_dim: a head's scratch lies on the stack of a host's thread, in a GPU's shared memory.
+inline constexpr size kda_max_head_dim = 1024;
+
 /// Added to the sum (not the mean) of squares under the root when q and k are normalised.
 inline constexpr float KDA_L2_EPS = 1e-6f;
 
@@ -57,7 +60,17 @@ K3_HOST_DEVICE constexpr size kda_conv_elements(G g) {
   return kda_conv_channels(g) * (g.conv_kernel - 1);
 }
 
-/// Throws invalid_argument where a size is zero or the state's element count overflows.
+namespace detail {
+
+/// Throws invalid_argument where the gate has a bound that is not finite and below 0.
+inline void require_gate_bound(const char* operation, const char* argument, const std::optional<float>& bound) {
+  if (bound) require(*bound < 0 && *bound - *bound == 0, operation, argument, *bound, "finite and below 0");
+}
+
+}  // namespace detail
+
+/// Throws invalid_argument where a size is zero or the state's element count overflows, head_dim passes
+/// kda_max_head_dim, or the gate's bound is not finite and below 0.
 template <kda_geometry G>
 void check(G g, const char* operation) {
   detail::require(g.heads > 0, operation, "geometry.heads", g.heads, "at least 1");
@@ -67,6 +80,10 @@ void check(G g, const char* operation) {
   detail::checked_product(operation, "the state's size", width, g.head_dim);
   detail::checked_product(operation, "the convolution window",
                           detail::checked_product(operation, "3 * width", 3, width), g.conv_kernel);
+  detail::require(g.head_dim <= kda_max_head_dim, operation, "geometry.head_dim", g.head_dim,
+                  "at most kda_max_head_dim (1024)");
+  if constexpr (requires { g.gate_lower_bound; })
+    detail::require_gate_bound(operation, "geometry.gate_lower_bound", g.gate_lower_bound);
 }
 
 /// The run-time twin of any KDA geometry that has all of KdaConfig's fields.

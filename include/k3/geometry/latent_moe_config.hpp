@@ -79,8 +79,21 @@ K3_HOST_DEVICE constexpr size moe_shared_weights(G g) {
   return 3 * g.hidden * moe_shared_width(g);
 }
 
-/// Throws invalid_argument where a size is zero (latent and n_shared may be), top_k exceeds the experts or a product
-/// overflows.
+namespace detail {
+
+/// Throws invalid_argument where a cap of SiTU is 0 or not finite.
+inline void require_caps(const char* operation, const GluConfig& config) {
+  const auto usable = [](float cap) { return cap != 0.0f && cap - cap == 0.0f; };
+  if (config.kind != GluConfig::Kind::situ) return;
+  require(usable(config.beta), operation, "beta", config.beta, "finite and not 0");
+  if (config.linear_beta)
+    require(usable(*config.linear_beta), operation, "linear_beta", *config.linear_beta, "finite and not 0");
+}
+
+}  // namespace detail
+
+/// Throws invalid_argument where a size is zero (latent and n_shared may be), top_k exceeds the experts, a product
+/// overflows, a cap of the activation is 0 or not finite, or the scaling factor is not finite.
 template <latent_moe_geometry G>
 void check(G g, const char* operation) {
   detail::require(g.hidden > 0, operation, "geometry.hidden", g.hidden, "at least 1");
@@ -98,6 +111,9 @@ void check(G g, const char* operation) {
                           detail::checked_product(operation, "an expert", g.hidden + g.latent, g.expert_hidden),
                           3 * g.n_routed);
   detail::checked_product(operation, "the shared width", g.n_shared, g.expert_hidden);
+  detail::require_caps(operation, g.activation);
+  detail::require(g.routed_scaling_factor - g.routed_scaling_factor == 0.0f, operation,
+                  "geometry.routed_scaling_factor", float{g.routed_scaling_factor}, "finite");
 }
 
 /// The run-time twin of any mixture-of-experts geometry.

@@ -64,7 +64,16 @@ K3_HOST_DEVICE constexpr size mla_cache_width(G g) {
   return g.kv_lora_rank + g.qk_rope_head_dim;
 }
 
-/// Throws invalid_argument where a size is zero (rope may be) or a product overflows.
+namespace detail {
+
+/// Throws invalid_argument unless 0 <= eps < 1.
+inline void require_norm_eps(const char* operation, const char* argument, double eps) {
+  require(eps >= 0 && eps < 1, operation, argument, eps, "at least 0 and below 1");
+}
+
+}  // namespace detail
+
+/// Throws invalid_argument where a size is zero (rope may be), a product overflows, or norm_eps is not in [0, 1).
 template <mla_geometry G>
 void check(G g, const char* operation) {
   detail::require(g.heads > 0, operation, "geometry.heads", g.heads, "at least 1");
@@ -80,6 +89,7 @@ void check(G g, const char* operation) {
       operation, "kv_b_proj",
       detail::checked_product(operation, "kv_b_proj's rows", g.heads, g.qk_nope_head_dim + g.v_head_dim),
       g.kv_lora_rank);
+  if constexpr (requires { g.norm_eps; }) detail::require_norm_eps(operation, "geometry.norm_eps", g.norm_eps);
 }
 
 /// The run-time twin of any MLA geometry that has all of MlaConfig's fields.

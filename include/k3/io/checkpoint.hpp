@@ -118,7 +118,7 @@ inline StreamedModel stream_pretrained(const std::string& directory, std::shared
 /// As from_pretrained, but routed experts are read from the files on demand into `options.memory` bytes, and never
 /// mapped. Results have the same bits at every budget. Throws what from_pretrained does, and invalid_argument for a
 /// budget below the floor, the experts of one token; decoding throws format_error where a file fails or has become
-/// shorter. (A file that loses a part that is still mapped, of the rest of the model, ends the process.)
+/// shorter. (For what is mapped, the rest of the model, see catch_lost_pages.)
 inline StreamedModel stream_pretrained(const std::string& directory, const StreamingOptions& options,
                                        const LoadProgress& progress = {}) {
   return stream_pretrained(directory, std::make_shared<const Safetensors>(open_safetensors_set(directory)), options,

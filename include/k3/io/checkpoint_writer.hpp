@@ -99,6 +99,10 @@ inline TokenizerFiles tokenizer_files(const RandomCheckpoint& what) {
 
 inline void check_random(const RandomCheckpoint& what) {
   check(what.config, "write_random_checkpoint");
+  // The released model has half a million; all are planned in memory before the first is written.
+  const size layers = what.config.mixers.size() - what.config.first_k_dense_replace;
+  const size experts = layers * what.config.moe.n_routed, most = size{1} << 20;
+  require(experts <= most, "write_random_checkpoint", "the number of experts of all layers", experts, most);
   const bool groups =
       what.config.moe.expert_hidden % mxfp4_group == 0 && moe_expert_width(what.config.moe) % mxfp4_group == 0;
   const bool any = what.config.first_k_dense_replace < what.config.mixers.size();

@@ -57,8 +57,30 @@ inline std::vector<MixerKind> mixers_from(const ConfigReader& linear, size layer
   return mixers;
 }
 
+/// Refuses keys by the form of their names: biases, multipliers, clipping, another activation. They are what a relative
+/// of this family would add, and each changes the mathematics.
+inline void refuse_families(const ConfigReader& settings, const std::string& activation) {
+  for (const auto& item : settings.object().items()) {
+    const std::string& key = item.key();
+    const nlohmann::json& value = item.value();
+    if (value.is_null() || value.is_structured()) continue;
+    const bool off = value == false || value == 0, one = value.is_number() && value == 1;
+    const auto only = [&](bool good, const std::string& expected) {
+      if (!good) settings.refuse(key, expected);
+      settings.contains(key.c_str());  // read
+    };
+    if (key.ends_with("_bias") && !key.ends_with("correction_bias") && !key.ends_with("expert_bias"))
+      off ? only(true, "") : settings.only_flag(key.c_str(), false, ": linears have no bias");
+    if (key.ends_with("_multiplier") || key.ends_with("_scaling")) only(one, "1 or nothing");
+    if (key.starts_with("clip_")) only(off, "null or nothing");
+    if (key.ends_with("qk_norm")) only(off, "false: q and k have no norm of their own");
+    if (key.ends_with("_act")) only(value == activation, "hidden_act, " + activation);
+  }
+}
+
 /// Refuses settings that would change the mathematics in a way this library does not compute.
 inline void refuse_unsupported(const ConfigReader& text) {
+  refuse_families(text, text.text_or("hidden_act", ""));
   for (const char* key : {"num_expert_group", "n_group", "topk_group"})
     text.only_count(key, 1, ": expert groups are not supported");
   text.only_count("moe_layer_freq", 1, ": every layer after the dense ones has experts");
@@ -69,10 +91,12 @@ inline void refuse_unsupported(const ConfigReader& text) {
   text.only_absent("rope_scaling", ": there is no rotary embedding to scale");
   if (!text.flag_or("mla_use_nope", false))
     text.refuse("mla_use_nope", "true: rotary embedding with a latent cache is not supported");
-  for (const char* key : {"attention_bias", "mlp_bias", "use_bias"})
-    text.only_flag(key, false, ": linears have no bias");
-  for (const char* key : {"final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "embedding_scale"})
+  for (const char* key : {"final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "embedding_scale",
+                          "sliding_window", "swiglu_limit"})
     text.only_absent(key);
+  text.only_number("partial_rotary_factor", 1.0f, ": there is no rotary embedding");
+  if (text.has("moe_renormalize"))
+    text.only_flag("norm_topk_prob", text.flag("moe_renormalize"), ", as moe_renormalize");
   const size heads = text.positive("num_attention_heads");
   if (text.count_or("num_key_value_heads", heads) != heads)
     text.refuse("num_key_value_heads", "num_attention_heads, " + std::to_string(heads));
@@ -99,6 +123,8 @@ inline void check_quantization(const ConfigReader& settings) {
     weights.only_text("type", "float");
     weights.only_text("strategy", "group");
     weights.only_flag("symmetric", true);
+    weights.only_absent("actorder");
+    weights.only_flag("dynamic", false);
   }
 }
 
@@ -117,9 +143,13 @@ inline MlaConfig mla_from_json(const ConfigReader& text) {
 }
 
 inline KdaConfig kda_from_json(const ConfigReader& linear) {
+  refuse_families(linear, "silu");
+  linear.only_flag("use_qk_l2norm", true);
+  linear.only_flag("allow_neg_eigval", false);
   KdaConfig kda;
   kda.heads = linear.positive("num_heads");
   kda.head_dim = linear.positive("head_dim");
+  if (kda.head_dim > kda_max_head_dim) linear.refuse("head_dim", "at most " + std::to_string(kda_max_head_dim));
   kda.conv_kernel = linear.positive("short_conv_kernel_size");
   // Some writers of configs put 0 where they mean "no bound".
   const float bound = linear.number_or("gate_lower_bound", 0.0f);
@@ -210,13 +240,27 @@ inline void add_stops(const ConfigReader& settings, size vocab_size, std::vector
   stops.erase(std::unique(stops.begin(), stops.end()), stops.end());
 }
 
+/// Keys that say nothing about the text model's mathematics.
+inline constexpr const char* passed_over[] = {"_name_or_path",    "architectures",        "attention_dropout",
+                                              "auto_map",         "bos_token_id",         "dtype",
+                                              "head_dim",         "initializer_range",    "media_placeholder_token_id",
+                                              "model_type",       "pad_token_id",         "rope_theta",
+                                              "torch_dtype",      "transformers_version", "use_cache",
+                                              "use_grouped_topk", "vision_config"};
+
+/// The keys of these settings that were neither read nor are known to say nothing.
+inline void add_unread(const ConfigReader& settings, const std::string& prefix, std::vector<std::string>& keys) {
+  for (const std::string& key : settings.unread())
+    if (std::find(std::begin(passed_over), std::end(passed_over), key) == std::end(passed_over))
+      keys.push_back(prefix + printable(key));
+}
+
 }  // namespace detail
 
 /// The model that a parsed `config.json` describes, outer wrapper or bare text settings. Throws format_error, naming
 /// file, key and value, for what is missing, contradictory or not supported. `hints` is what the tensor names say.
 /// Family: `hidden_act` situ, `model_type` kimi_k3 or residual scores in the files mean Kimi K3, which must have its
-/// keys; otherwise it is Kimi-Linear, which must not. Keys that say nothing about the text model's mathematics are
-/// passed over.
+/// keys; otherwise it is Kimi-Linear, which must not. Keys that it does not know are named in `unread_keys`.
 inline K3Config config_from_json(const nlohmann::json& json, const std::string& path,
                                  const CheckpointHints& hints = {}) {
   const detail::ConfigReader outer(json, path);
@@ -252,6 +296,9 @@ inline K3Config config_from_json(const nlohmann::json& json, const std::string& 
   config.tie_word_embeddings = detail::tied_from_json(outer, text);
   detail::add_stops(outer, config.vocab_size, config.eos_token_ids);
   detail::add_stops(text, config.vocab_size, config.eos_token_ids);
+  if (wrapped) detail::add_unread(outer, "", config.unread_keys);
+  detail::add_unread(text, wrapped ? "text_config." : "", config.unread_keys);
+  detail::add_unread(linear, wrapped ? "text_config.linear_attn_config." : "linear_attn_config.", config.unread_keys);
   try {
     check(config, "config");
   } catch (const invalid_argument& problem) {  // products of sizes that pass 2^64

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cmath>
+#include <memory>
 #include <set>
 #include <string>
 #include <string_view>
@@ -42,8 +43,11 @@ class ConfigReader {
     throw format_error(path_, printable(key),
                        "is " + (found == object_.end() ? "absent" : shortened(*found)) + ", expected " + expected);
   }
-  bool has(const char* key) const { return object_.contains(key) && !object_.at(key).is_null(); }
-  bool contains(const char* key) const { return object_.contains(key); }
+  bool has(const char* key) const { return contains(key) && !object_.at(key).is_null(); }
+  bool contains(const char* key) const {
+    read_->insert(key);
+    return object_.contains(key);
+  }
   const nlohmann::json& at(const char* key) const {
     if (!has(key)) refuse(key, "a value");
     return object_.at(key);
@@ -86,6 +90,14 @@ class ConfigReader {
     return object_.at(key).get<std::string>();
   }
 
+  /// The keys that nobody has asked for.
+  std::vector<std::string> unread() const {
+    std::vector<std::string> keys;
+    for (const auto& item : object_.items())
+      if (!read_->contains(item.key())) keys.push_back(item.key());
+    return keys;
+  }
+
   /// Refuses any other value than `expected`; absent is fine.
   void only_text(const char* key, const std::string& expected) const {
     if (text_or(key, expected) != expected) refuse(key, expected);
@@ -96,18 +108,22 @@ class ConfigReader {
   void only_flag(const char* key, bool expected, const std::string& why = "") const {
     if (flag_or(key, expected) != expected) refuse(key, (expected ? "true" : "false") + why);
   }
+  void only_number(const char* key, float expected, const std::string& why = "") const {
+    if (number_or(key, expected) != expected) refuse(key, std::to_string(expected) + why);
+  }
   void only_absent(const char* key, const std::string& why = "") const {
     if (has(key)) refuse(key, "null or nothing" + why);
   }
 
  private:
   static std::string shortened(const nlohmann::json& value) {
-    const std::string text = value.dump();
+    const std::string text = printable(value.dump());
     return text.size() > 100 ? text.substr(0, 100) + "..." : text;
   }
 
   const nlohmann::json& object_;
   std::string path_;
+  std::shared_ptr<std::set<std::string>> read_ = std::make_shared<std::set<std::string>>();  // shared by copies
 };
 
 /// Token ids under `key`, a number or a list of them; none where it is absent.
@@ -155,6 +171,7 @@ class JsonGuard {
 /// valid JSON value, nested more than 64 levels deep, or has a key twice in an object.
 inline nlohmann::json json_from_text(std::string_view text, const std::string& path) {
   if (text.empty()) throw format_error(path, "", "is empty, expected JSON", 0);
+  detail::refuse_nul(path, "", text);
   try {
     detail::JsonGuard guard(path);
     return nlohmann::json::parse(text, [&](int depth, nlohmann::json::parse_event_t event, nlohmann::json& value) {
@@ -175,7 +192,7 @@ inline nlohmann::json read_json_file(const std::string& path, size limit = size{
   if (file.bytes() > limit)
     throw format_error(
         path, "", "has " + std::to_string(file.bytes()) + " bytes, more than the limit of " + std::to_string(limit));
-  return json_from_text({reinterpret_cast<const char*>(file.data()), file.bytes()}, path);
+  return json_from_text(file.text(), path);
 }
 
 }  // namespace k3

@@ -7,7 +7,7 @@ namespace k3::detail {
 
 /// How an expert's tensors lie in a block of memory that is read from the files: tensors that are neighbours in a file
 /// stay neighbours and are one range, so that the released layout, where all six are, is one large read.
-class ExpertLayout {
+class ExpertFileLayout {
  public:
   struct Tensor {
     const TensorInfo* info;
@@ -21,7 +21,7 @@ class ExpertLayout {
 
   static constexpr size alignment = 64;
 
-  explicit ExpertLayout(const BoundExpert& expert) {
+  explicit ExpertFileLayout(const BoundExpert& expert) {
     for (size i = 0; i < 3; ++i) {
       tensors_[tensor_count_++] = {expert.data[i], 0};
       if (expert.scale[i]) tensors_[tensor_count_++] = {expert.scale[i], 0};

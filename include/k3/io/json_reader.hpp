@@ -80,6 +80,7 @@ class JsonReader : public nlohmann::json_sax<nlohmann::json> {
   /// Called by the derived class, with itself: the parser then calls it without going through the base.
   template <class Reader>
   void parse(Reader& reader) {
+    refuse_nul(path_, "", text_, offset_);
     const TracedCharacters first{text_.data(), &reached_};
     const TracedCharacters last{text_.data() + text_.size(), &reached_};
     nlohmann::json::sax_parse(first, last, &reader);

@@ -12,13 +12,15 @@
 #include <utility>
 
 #include <k3/core/error.hpp>
+#include <k3/io/lost_pages.hpp>
 
 namespace k3 {
 
 /// A whole file as read-only memory. Nothing is read until it is touched, and pages can be dropped and read again, so a
 /// file far larger than the memory can be mapped. Move-only; the address survives a move.
-/// The size is the one at opening. Touching a page that the file has lost since then ends the process (SIGBUS): ask
-/// `still_whole()` before a long stretch of work if others may truncate the file.
+/// The size is the one at opening. Touching a page that the file has lost since then, or that the drive cannot read,
+/// ends the process (SIGBUS), or after `catch_lost_pages()` reads zeros: ask `require_whole()` before results are
+/// handed out.
 class MappedFile {
  public:
   MappedFile() = default;
@@ -32,10 +34,12 @@ class MappedFile {
     if (::fstat(file_, &status) != 0) fail("cannot be examined: ", errno);
     if (!S_ISREG(status.st_mode)) fail("is not a regular file", 0);
     bytes_ = static_cast<size>(status.st_size);
+    written_ = status.st_mtim;
     if (bytes_ == 0) return;
     void* const map = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file_, 0);
     if (map == MAP_FAILED) fail("cannot be mapped: ", errno);
     data_ = static_cast<const std::byte*>(map);
+    record_ = detail::record_map(data_, bytes_);
   }
 
   MappedFile(MappedFile&& other) noexcept { swap(other); }
@@ -67,16 +71,47 @@ class MappedFile {
     return {begin, 0};
   }
 
+  /// As `read`; throws format_error, with the byte, where the file ends or cannot be read.
+  void read_all(size begin, size end, std::byte* to) const {
+    const ReadEnd stopped = read(begin, end, to);
+    if (stopped.at == end) return;
+    throw format_error(
+        path_, "", stopped.code == 0 ? ends_early : "cannot be read: " + std::generic_category().message(stopped.code),
+        stopped.at);
+  }
+
+  /// The whole content, by `read_all`.
+  std::string text() const {
+    std::string result(bytes_, '\0');
+    read_all(0, bytes_, reinterpret_cast<std::byte*>(result.data()));
+    return result;
+  }
+
   /// Says that `read` will be asked for pieces here and there: each is then fetched in one go instead of by guessing
   /// what comes next, which fails with several threads. A hint; it does not concern the map.
   void expect_random_reads() const noexcept {
     if (file_ >= 0) ::posix_fadvise(file_, 0, 0, POSIX_FADV_RANDOM);
   }
 
-  /// Whether the file still has the size it was mapped with.
+  /// Whether the file has the size it was mapped with, has not been written to since, and could be read so far.
   bool still_whole() const noexcept {
+    if (file_ < 0) return true;
     struct stat status{};
-    return file_ < 0 || (::fstat(file_, &status) == 0 && static_cast<size>(status.st_size) == bytes_);
+    return (record_ == nullptr || record_->lost.load() == detail::MapRecord::none) && ::fstat(file_, &status) == 0 &&
+           static_cast<size>(status.st_size) == bytes_ && status.st_mtim.tv_sec == written_.tv_sec &&
+           status.st_mtim.tv_nsec == written_.tv_nsec;
+  }
+
+  /// Throws format_error, with the byte where it is known, unless the file is still whole. Cost: one system call.
+  void require_whole() const {
+    if (still_whole()) return;
+    struct stat status{};
+    const bool known = ::fstat(file_, &status) == 0;
+    if (known && static_cast<size>(status.st_size) < bytes_)
+      throw format_error(path_, "", ends_early, static_cast<size>(status.st_size));
+    if (record_ != nullptr && record_->lost.load() != detail::MapRecord::none)
+      throw format_error(path_, "", "cannot be read", record_->lost.load());
+    throw format_error(path_, "", "has changed since it was opened");
   }
 
   /// Asks the system to read bytes [begin, end) ahead, without waiting for it. A hint: it cannot fail.
@@ -90,15 +125,19 @@ class MappedFile {
   void release(size begin, size end) const noexcept { advise(begin, end, MADV_DONTNEED); }
 
  private:
+  static constexpr const char* ends_early = "the file ends here, though it was longer when it was opened";
+
   [[noreturn]] void fail(const char* what, int code) {
     close();
     throw format_error(path_, "", code == 0 ? std::string(what) : what + std::generic_category().message(code));
   }
 
   void close() noexcept {
+    detail::forget_map(record_);
     if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), bytes_);
     if (file_ >= 0) ::close(file_);
     data_ = nullptr;
+    record_ = nullptr;
     file_ = -1;
   }
 
@@ -107,6 +146,8 @@ class MappedFile {
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
     std::swap(file_, other.file_);
+    std::swap(written_, other.written_);
+    std::swap(record_, other.record_);
   }
 
   void advise(size begin, size end, int advice) const noexcept {
@@ -120,6 +161,8 @@ class MappedFile {
   const std::byte* data_ = nullptr;
   size bytes_ = 0;
   int file_ = -1;
+  timespec written_{};
+  detail::MapRecord* record_ = nullptr;
 };
 
 static_assert(sizeof(size) == 8, "k3/io maps files larger than a 32-bit address space");

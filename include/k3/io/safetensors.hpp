@@ -12,6 +12,22 @@
 #include <k3/io/tensor_table.hpp>
 
 namespace k3 {
+namespace detail {
+
+/// The bytes of a file that read_safetensors_header looks at, not through the map: no page of it is touched, and a
+/// drive that fails is an error.
+inline std::vector<std::byte> read_head(const MappedFile& file) {
+  std::vector<std::byte> head(smaller<size>(file.bytes(), 8));
+  file.read_all(0, head.size(), head.data());
+  if (head.size() < 8) return head;
+  const std::uint64_t length = header_length(head.data());
+  if (length > file.bytes() - 8 || length > max_safetensors_header) return head;  // refused without a look at the rest
+  head.resize(8 + length);
+  file.read_all(8, head.size(), head.data() + 8);
+  return head;
+}
+
+}  // namespace detail
 
 /// The tensors of one safetensors file or of a checkpoint's whole set of them, in memory maps. Opening reads the
 /// headers and no tensor data. Everything handed out (TensorInfo, data, views) lives as long as this object; moving it
@@ -30,8 +46,8 @@ class Safetensors {
     files_.reserve(paths.size());
     for (const std::string& name : paths) files_.emplace_back(name);
     for (std::uint32_t file = 0; file < files_.size(); ++file) {
-      const MappedFile& map = files_[file];
-      map.release(0, detail::read_safetensors_header(paths, file, map.data(), map.bytes(), listing, table_));
+      const std::vector<std::byte> head = detail::read_head(files_[file]);
+      detail::read_safetensors_header(paths, file, head.data(), files_[file].bytes(), listing, table_);
     }
     for (const TensorInfo& tensor : table_.tensors) {
       if (tensor.end == TensorInfo::unplaced)
@@ -103,11 +119,17 @@ class Safetensors {
   /// Says that a tensor is read by itself, as an expert is: its neighbours need not be read along. A hint.
   void expect_random(const TensorInfo& tensor) const { files_[tensor.file].expect_random(tensor.begin, tensor.end); }
 
-  /// Whether all files still have the size they were opened with; see MappedFile.
+  /// Whether all files are as they were when they were opened; see MappedFile.
   bool still_whole() const {
     for (const MappedFile& file : files_)
       if (!file.still_whole()) return false;
     return true;
+  }
+
+  /// Throws format_error, naming file and byte, unless all files are still whole. To be asked between a pass through a
+  /// model and handing out its token, by programs that called `catch_lost_pages`. Cost: one system call a file.
+  void require_whole() const {
+    for (const MappedFile& file : files_) file.require_whole();
   }
 
  private:

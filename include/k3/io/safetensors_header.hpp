@@ -254,6 +254,13 @@ inline void require_contiguous(const std::string& path, const TensorTable& table
                        std::to_string(file_bytes - reached) + " bytes follow the data of the last tensor", reached);
 }
 
+/// What the first 8 bytes of a file say.
+inline std::uint64_t header_length(const std::byte* data) {
+  std::uint64_t length = 0;
+  for (unsigned i = 0; i < 8; ++i) length |= std::to_integer<std::uint64_t>(data[i]) << 8 * i;
+  return length;
+}
+
 /// Adds the tensors of file number `file`, whose content is `data`, to the table. Touches the header's bytes only.
 /// Returns where the data begin.
 inline std::uint64_t read_safetensors_header(const std::vector<std::string>& paths, std::uint32_t file,
@@ -262,8 +269,7 @@ inline std::uint64_t read_safetensors_header(const std::vector<std::string>& pat
   const std::string& path = paths[file];
   if (file_bytes < 8)
     throw format_error(path, "", "has " + std::to_string(file_bytes) + " bytes, too few for a header's length", 0);
-  std::uint64_t length = 0;
-  for (unsigned i = 0; i < 8; ++i) length |= std::to_integer<std::uint64_t>(data[i]) << 8 * i;
+  const std::uint64_t length = header_length(data);
   if (length > file_bytes - 8)
     throw format_error(path, "",
                        "header length is " + std::to_string(length) + ", but the file has only " +

@@ -187,7 +187,8 @@ inline Index read_index(const std::string& path) {
     throw format_error(path, "",
                        "has " + std::to_string(file.bytes()) + " bytes, more than the limit of " +
                            std::to_string(max_safetensors_index));
-  return IndexReader(path, {reinterpret_cast<const char*>(file.data()), file.bytes()}).read();
+  const std::string text = file.text();
+  return IndexReader(path, text).read();
 }
 
 inline Safetensors open_indexed(const std::string& folder, const std::string& index_path) {

@@ -3,13 +3,14 @@
 
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <new>
 #include <system_error>
 #include <thread>
 
 #include <k3/io/expert_layout.hpp>
-#include <k3/io/use_counts.hpp>
+#include <k3/model/use_counts.hpp>
 
 namespace k3 {
 
@@ -17,7 +18,12 @@ namespace k3 {
 struct StreamingOptions {
   size memory = 0;                  ///< bytes for experts; at least those of one token's, rounded down to whole experts
   int readers = 16;                 ///< threads that read, and so reads in flight
-  size read_bytes = size{1} << 20;  ///< longest read
+  size read_bytes = size{9} << 17;  ///< longest read: an expert of the released model is 15
+  /// Where not 0: so many slots instead of `memory`, and no floor, for a user that holds fewer at a time. A window for
+  /// a GPU to copy from: small enough to stay in the processor's cache, which makes copies almost twice as fast.
+  size window = 0;
+  /// Where the memory comes from, such as page-locked memory for a GPU to copy from; null: the heap. May give null.
+  std::function<std::shared_ptr<std::byte>(size bytes)> allocate{};
 };
 
 /// What streaming did so far. A use is a miss where the expert had to be read for it.
@@ -51,18 +57,19 @@ class StreamedExperts {
     detail::require(options.readers > 0 && options.readers <= 1024, operation, "readers", options.readers, "1 to 1024");
     detail::require(read_bytes_ > 0, operation, "read_bytes", read_bytes_, "at least 1");
     for (const detail::BoundExpert& expert : experts_)
-      slot_bytes_ = detail::larger(slot_bytes_, detail::ExpertLayout(expert).bytes());
-    constexpr size step = detail::ExpertLayout::alignment;
+      slot_bytes_ = detail::larger(slot_bytes_, detail::ExpertFileLayout(expert).bytes());
+    constexpr size step = detail::ExpertFileLayout::alignment;
     slot_bytes_ = (slot_bytes_ + step - 1) / step * step;
     floor_ = detail::checked_product(operation, "the floor", at_once, slot_bytes_);
-    detail::require(options.memory >= floor_, operation, "memory", options.memory, [&] {
+    detail::require(options.window > 0 || options.memory >= floor_, operation, "memory", options.memory, [&] {
       return "at least " + std::to_string(floor_) + " bytes, the " + std::to_string(at_once) + " experts of one token";
     });
-    slots_.resize(slot_bytes_ == 0 ? 0 : detail::smaller(options.memory / slot_bytes_, experts_.size()));
+    const size slots = options.window > 0 ? options.window : slot_bytes_ == 0 ? 0 : options.memory / slot_bytes_;
+    slots_.resize(detail::smaller(slots, experts_.size()));
     queue_.resize(slots_.size());
     where_.assign(experts_.size(), nowhere);
     announced_.reserve(experts_.size());
-    take_memory();
+    take_memory(options);
     for (const MappedFile& file : storage_->files->files()) file.expect_random_reads();
     start(options.readers);
   }
@@ -146,18 +153,23 @@ class StreamedExperts {
   };
   struct Free {
     void operator()(std::byte* memory) const {
-      ::operator delete(memory, std::align_val_t{detail::ExpertLayout::alignment});
+      ::operator delete(memory, std::align_val_t{detail::ExpertFileLayout::alignment});
     }
   };
 
-  void take_memory() {
+  void take_memory(const StreamingOptions& options) {
     if (memory() == 0) return;
+    constexpr std::align_val_t alignment{detail::ExpertFileLayout::alignment};
     try {
-      memory_.reset(
-          static_cast<std::byte*>(::operator new(memory(), std::align_val_t{detail::ExpertLayout::alignment})));
+      if (options.allocate)
+        given_ = options.allocate(memory());
+      else
+        heap_.reset(static_cast<std::byte*>(::operator new(memory(), alignment)));
     } catch (const std::bad_alloc&) {
-      throw invalid_argument("StreamedExperts", "memory", std::to_string(memory()), "what the system can give");
     }
+    memory_ = given_ ? given_.get() : heap_.get();
+    if (!memory_)
+      throw invalid_argument("StreamedExperts", "memory", std::to_string(memory()), "what the system can give");
   }
 
   void start(int readers) {
@@ -177,11 +189,11 @@ class StreamedExperts {
     for (std::thread& reader : readers_) reader.join();
   }
 
-  std::byte* block(size s) const { return memory_.get() + s * slot_bytes_; }
+  std::byte* block(size s) const { return memory_ + s * slot_bytes_; }
 
   ExpertWeights weights(size s, size key) const {
     const detail::BoundExpert& expert = experts_[key];
-    const detail::ExpertLayout layout(expert);
+    const detail::ExpertFileLayout layout(expert);
     ExpertWeights result = expert.weights;
     for (size i = 0; i < 3; ++i) {
       AnyMatrix<>& matrix = detail::matrix_of(result, i);
@@ -248,8 +260,8 @@ class StreamedExperts {
   Read next_read() {
     const size s = queue_[queue_first_];
     Slot& slot = slots_[s];
-    const detail::ExpertLayout layout(experts_[slot.key]);
-    const detail::ExpertLayout::Range& range = layout.begin()[slot.range];
+    const detail::ExpertFileLayout layout(experts_[slot.key]);
+    const detail::ExpertFileLayout::Range& range = layout.begin()[slot.range];
     const std::uint64_t begin = range.begin + slot.offset;
     const Read read{s, range.file, begin, begin + detail::smaller(range.end - begin, read_bytes_),
                     range.offset + slot.offset};
@@ -285,7 +297,7 @@ class StreamedExperts {
       const Read read = next_read();
       const size key = slots_[read.slot].key;
       lock.unlock();
-      std::exception_ptr failure = run(key, [&](const detail::ExpertLayout& layout) { fetch(read, layout); });
+      std::exception_ptr failure = run(key, [&](const detail::ExpertFileLayout& layout) { fetch(read, layout); });
       lock.lock();
       Slot& slot = slots_[read.slot];
       if (!failure) statistics_.bytes_read += read.end - read.begin;
@@ -293,7 +305,7 @@ class StreamedExperts {
       if (slot.unread == 1 && !slot.failure) {
         // Nobody else touches a slot with unread parts.
         lock.unlock();
-        failure = run(key, [&](const detail::ExpertLayout& layout) { check_scales(read.slot, key, layout); });
+        failure = run(key, [&](const detail::ExpertFileLayout& layout) { check_scales(read.slot, key, layout); });
         lock.lock();
         slot.failure = failure;
       }
@@ -305,13 +317,13 @@ class StreamedExperts {
   template <class Body>
   std::exception_ptr run(size key, Body&& body) const noexcept {
     try {
-      body(detail::ExpertLayout(experts_[key]));
+      body(detail::ExpertFileLayout(experts_[key]));
       return nullptr;
     } catch (...) {
       return std::current_exception();
     }
   }
-  void fetch(const Read& read, const detail::ExpertLayout& layout) const {
+  void fetch(const Read& read, const detail::ExpertFileLayout& layout) const {
     const MappedFile& file = storage_->files->files()[read.file];
     const MappedFile::ReadEnd stopped = file.read(read.begin, read.end, block(read.slot) + read.offset);
     if (stopped.at == read.end) return;
@@ -321,7 +333,7 @@ class StreamedExperts {
                                          : "cannot be read: " + std::generic_category().message(stopped.code),
                        stopped.at);
   }
-  void check_scales(size s, size key, const detail::ExpertLayout& layout) const {
+  void check_scales(size s, size key, const detail::ExpertFileLayout& layout) const {
     for (const TensorInfo* scale : experts_[key].scale)
       if (scale) detail::check_scales(*storage_->files, *scale, layout.at(block(s), scale));
   }
@@ -329,7 +341,9 @@ class StreamedExperts {
   std::shared_ptr<const detail::CheckpointStorage> storage_;
   std::vector<detail::BoundExpert> experts_;
   size read_bytes_, slot_bytes_ = 0, floor_ = 0;
-  std::unique_ptr<std::byte, Free> memory_;  // [slots, slot_bytes]
+  std::unique_ptr<std::byte, Free> heap_;  // one of the two
+  std::shared_ptr<std::byte> given_;
+  std::byte* memory_ = nullptr;  // [slots, slot_bytes]
 
   mutable std::mutex mutex_;
   std::condition_variable changed_, work_;  // a slot is read or free; there are reads, or no more

@@ -108,13 +108,25 @@ struct TensorInfo {
 
 namespace detail {
 
-/// Text from a file for an error message: at most 200 bytes, control characters shown as '?'.
+/// Text from a file for an error message: at most 200 bytes, control characters shown as '?'; in UTF-8 those from
+/// U+0080 to U+009F, which a terminal obeys as well, are two bytes.
 inline std::string printable(std::string_view text) {
   constexpr size limit = 200;
   std::string result(text.substr(0, limit));
-  for (char& c : result)
-    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+  for (size i = 0; i < result.size(); ++i) {
+    const auto byte = static_cast<unsigned char>(result[i]);
+    const bool c1 = byte == 0xc2 && i + 1 < result.size() && static_cast<unsigned char>(result[i + 1]) < 0xa0;
+    if (c1) result.erase(i, 1);
+    if (c1 || byte < 0x20 || byte == 0x7f) result[i] = '?';
+  }
   return text.size() > limit ? result + "..." : result;
+}
+
+/// Throws format_error for a NUL byte in JSON text, which the parser would take for its end.
+inline void refuse_nul(const std::string& path, const std::string& subject, std::string_view text,
+                       std::uint64_t offset = 0) {
+  if (const size at = text.find('\0'); at != text.npos)
+    throw format_error(path, subject, "is not valid JSON: a NUL byte", offset + at);
 }
 
 inline std::string shape_text(std::span<const size> shape) {

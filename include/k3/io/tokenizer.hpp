@@ -115,6 +115,10 @@ class Tokenizer {
   Tokenizer(const std::vector<std::string>& tokens, const std::vector<SpecialToken>& named)
       : Tokenizer(table_of(tokens), named) {}
 
+  /// Never moved from: moving one copies it, so that an immutable tokenizer stays what it is.
+  Tokenizer(const Tokenizer&) = default;
+  Tokenizer& operator=(const Tokenizer&) = default;
+
   /// Ranks and reserved ids together: 163,840 for Kimi K3.
   size vocab_size() const noexcept { return ranks_.count() + reserved; }
   /// Ids that stand for bytes: 163,584 for Kimi K3; the reserved block begins here.

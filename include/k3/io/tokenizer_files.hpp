@@ -18,6 +18,7 @@
 #include <k3/core/types.hpp>
 #include <k3/io/bpe.hpp>
 #include <k3/io/mapped_file.hpp>
+#include <k3/io/tensor_table.hpp>
 
 namespace k3 {
 
@@ -36,7 +37,7 @@ inline constexpr size reserved_ids = 256;
 inline std::string read_small_file(const std::string& path, std::uint64_t limit) {
   const MappedFile file(path);
   if (file.bytes() > limit) throw format_error(path, "", "is larger than " + std::to_string(limit) + " bytes", limit);
-  return std::string(reinterpret_cast<const char*>(file.data()), file.bytes());
+  return file.text();
 }
 
 /// A number written without sign, spaces or leading zeros.
@@ -130,9 +131,9 @@ struct CountedText {
   friend bool operator!=(const CountedText& a, const CountedText& b) { return a.at != b.at; }
 };
 
-/// Text from a file as an error may show it: in quotation marks, without control characters.
+/// Text from a file as an error may show it: in quotation marks, without control characters, at most 200 bytes.
 inline std::string quoted(const std::string& text) {
-  return nlohmann::json(text).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
+  return printable(nlohmann::json(text).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace));
 }
 
 /// Parses JSON; `see_key(level, key, offset)` is told each key, level 1 for those of the outermost object. Throws
@@ -153,11 +154,12 @@ nlohmann::json parse_json(const std::string& path, std::string_view text, SeeKey
     }
     return true;
   };
+  refuse_nul(path, "", text);
   const CountedText begin{text.data(), &read}, end{text.data() + text.size(), &read};
   try {
     return json::parse(begin, end, watch);
   } catch (const json::exception& bad) {
-    throw format_error(path, "", bad.what(), read);
+    throw format_error(path, "", printable(bad.what()), read);
   }
 }
 

@@ -37,9 +37,11 @@ inline std::vector<SpecialToken> kimi_k3_specials(id first) {
 
 /// Byte strings for a made-up vocabulary of `count` ranks: the 256 single bytes in the released order, then words of
 /// two letters, of three and so on, each also with a space before it. Every word's beginnings are tokens too, so
-/// merging reaches it. Throws invalid_argument for fewer than 256.
+/// merging reaches it. Throws invalid_argument for fewer than 256 and for more than 2^23, whose file of 142 MB is well
+/// within what is read.
 inline std::vector<std::string> made_up_vocabulary(size count) {
-  detail::require(count >= 256, "made_up_vocabulary", "count", count, "at least the 256 single bytes");
+  detail::require(count >= 256 && count <= size{1} << 23, "made_up_vocabulary", "count", count,
+                  "from the 256 single bytes to 2^23");
   std::vector<std::string> tokens;
   tokens.reserve(count);
   const auto bytes = [&](int first, int last) {

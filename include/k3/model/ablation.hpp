@@ -4,6 +4,7 @@
 #include <optional>
 
 #include <k3/core/environment.hpp>
+#include <k3/geometry/k3_config.hpp>
 
 namespace k3 {
 
@@ -39,6 +40,16 @@ inline void check(const Ablation& ablation, size layers, size experts, const cha
   if (ablation.drop_o_proj_rank)
     detail::require(ablation.o_proj_tp == 2 && *ablation.drop_o_proj_rank < 2, operation, "ablation.drop_o_proj_rank",
                     *ablation.drop_o_proj_rank, "0 or 1, with o_proj_tp 2");
+}
+
+/// The same for a model of these settings, whose o_proj must have two halves for o_proj_tp 2.
+inline void check(const Ablation& ablation, const K3Config& config, const char* operation) {
+  check(ablation, config.num_hidden_layers(), config.moe.n_routed, operation);
+  for (const MixerKind mixer : config.mixers) {
+    const size width = mixer == MixerKind::Kda ? kda_width(config.kda) : mla_v_width(config.mla);
+    detail::require(width % ablation.o_proj_tp == 0, operation, "ablation.o_proj_tp", ablation.o_proj_tp,
+                    "1: o_proj has an odd number of columns");
+  }
 }
 
 }  // namespace k3

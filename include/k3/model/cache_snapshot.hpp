@@ -36,7 +36,8 @@ struct CacheSnapshot {
 };
 
 /// A point of a sequence to which its cache can be set back: the KDA states as they were. The MLA latents stay in the
-/// cache, since later tokens only append; so a point serves only the slot and the sequence it was taken from.
+/// cache, since later tokens only append; so a point serves only the slot and the sequence it was taken from, as long
+/// as its tokens are there: `generation` names them.
 template <precision P>
 struct RollbackPoint {
   size slot = 0, position = 0, generation = 0;

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <limits>
+
 #include <k3/geometry/decoder_geometry.hpp>
 #include <k3/model/decoder_batch.hpp>
 #include <k3/model/decoder_workspace.hpp>
@@ -57,19 +59,24 @@ class Decoder {
   }
 
   /// Takes the batch's tokens into their sequences and computes the wanted logits. Shapes, ids, slots, positions and
-  /// capacity are checked first (invalid_argument, nothing changed). NaN found on the way is recorded: see status(). An
-  /// exception from an expert source leaves the batch's sequences unusable until reset or restored.
+  /// capacity are checked first (invalid_argument, nothing changed), and that no pass of this decoder is running: an
+  /// observer cannot start one. NaN found on the way is recorded: see status(). An exception from an expert source or
+  /// an observer leaves the batch's sequences unusable until reset, restored or rolled back, and the wanted rows
+  /// interrupted.
   template <class Observer = NoObserver>
   void forward(HybridCache<P>& cache, const DecoderBatch& batch, Observer&& observe = {}) {
+    detail::require(!running_, "Decoder::forward", "the decoder", "in a pass", "no call by an observer of its own");
     detail::check_batch(batch, cache, shapes_, size{geometry_.vocab}, max_rows_, max_logit_rows_);
     load_rows(batch);
+    running_ = true;
     try {
       run(cache, observe);
     } catch (...) {
-      for (size row = 0; row < rows_; ++row)
-        cache.invalidate(static_cast<size>(work_.slots[row]), RowStatus::interrupted);
+      running_ = false;
+      interrupt(cache);
       throw;
     }
+    running_ = false;
     for (size row = 0; row < rows_; ++row) {
       const size slot = static_cast<size>(work_.slots[row]);
       cache.advance(slot, 1);
@@ -77,7 +84,8 @@ class Decoder {
     }
   }
 
-  /// Logits of the last pass, [wanted rows, vocab], in the accumulator type.
+  /// Logits of the last pass, [wanted rows, vocab], in the accumulator type: 0 for padding rows, NaN where the pass did
+  /// not finish.
   HostView<const Accumulator, 2> logits() const {
     return view(static_cast<const Accumulator*>(work_.logits.data()), logit_count_, size{geometry_.vocab});
   }
@@ -112,6 +120,7 @@ class Decoder {
   static const K3CpuModel& checked(const K3CpuModel& model, G geometry, size max_rows, size max_logit_rows,
                                    const Ablation& ablation);
   void load_rows(const DecoderBatch& batch);
+  void interrupt(HybridCache<P>& cache);
   template <class Observer>
   void run(HybridCache<P>& cache, Observer& observe);
   template <class Observer>
@@ -127,7 +136,8 @@ class Decoder {
   const K3CpuModel model_;
   [[no_unique_address]] G geometry_;
   Ablation ablation_;
-  size max_rows_, max_logit_rows_;
+  detail::OwnedSize max_rows_, max_logit_rows_;
+  bool running_ = false;
   size rows_ = 0, logit_count_ = 0, snapshots_ = 0;
   std::vector<detail::LayerShape> shapes_;
   DecoderWorkspace<P> work_;
@@ -139,10 +149,11 @@ const K3CpuModel& Decoder<P, G>::checked(const K3CpuModel& model, G geometry, si
   check(model);
   detail::require(runtime_geometry(geometry) == decoder_geometry_from(model.config), "Decoder", "geometry",
                   "not the model's", "decoder_geometry_from(model.config)");
-  detail::require(max_rows > 0, "Decoder", "max_rows", max_rows, "at least 1");
+  detail::require(max_rows > 0 && max_rows < (size{1} << 31), "Decoder", "max_rows", max_rows,
+                  "between 1 and 2^31 - 1");
   detail::require(max_logit_rows > 0 && max_logit_rows <= max_rows, "Decoder", "max_logit_rows", max_logit_rows,
                   "between 1 and max_rows");
-  check(ablation, model.graph.layers.size(), model.config.moe.n_routed, "Decoder");
+  check(ablation, model.config, "Decoder");
   return model;
 }
 
@@ -155,7 +166,10 @@ void Decoder<P, G>::load_rows(const DecoderBatch& batch) {
   for (size row = 0; row < batch.tokens.extent(0); ++row) {
     const bool wanted = next < logit_count_ && batch.logit_rows(next) == row;
     const bool padding = batch.slots(row) == pad_slot;
-    if (wanted) work_.logit_rows[next++] = padding ? ~size{0} : rows_;
+    if (wanted) {
+      work_.logit_status[next] = RowStatus::interrupted;  // until the pass is through
+      work_.logit_rows[next++] = padding ? ~size{0} : rows_;
+    }
     if (padding) continue;
     work_.tokens[rows_] = batch.tokens(row);
     work_.slots[rows_] = batch.slots(row);
@@ -163,6 +177,14 @@ void Decoder<P, G>::load_rows(const DecoderBatch& batch) {
     work_.status[rows_] = RowStatus::ok;
     ++rows_;
   }
+}
+
+// A pass that an exception ended has no results, and its sequences have taken an unknown part of their tokens.
+template <precision P, decoder_geometry G>
+void Decoder<P, G>::interrupt(HybridCache<P>& cache) {
+  for (size row = 0; row < rows_; ++row) cache.invalidate(static_cast<size>(work_.slots[row]), RowStatus::interrupted);
+  for (size i = 0; i < logit_count_ * geometry_.vocab; ++i)
+    work_.logits[i] = std::numeric_limits<Accumulator>::quiet_NaN();
 }
 
 template <precision P, decoder_geometry G>
@@ -279,7 +301,10 @@ void Decoder<P, G>::head(Observer& observe) {
                       view(work_.logit_status.data(), logit_count_));
   for (size i = 0; i < logit_count_; ++i) {
     const size row = work_.logit_rows[i];
-    if (row >= rows_) continue;
+    if (row >= rows_) {
+      work_.logit_status[i] = RowStatus::padding;
+      continue;
+    }
     // The first fault found names the row: NaN router logits end as NaN logits too.
     if (work_.status[row] == RowStatus::ok) work_.status[row] = work_.logit_status[i];
     work_.logit_status[i] = work_.status[row];

@@ -43,7 +43,8 @@ void check_batch(const DecoderBatch& batch, const Cache& cache, const std::vecto
       fail("slots", row, slot, "below " + std::to_string(cache.slots()));
     if (cache.status(static_cast<size>(slot)) != RowStatus::ok)
       throw invalid_argument("Decoder::forward", "the sequence in slot " + std::to_string(slot),
-                             text(cache.status(static_cast<size>(slot))), "one that was reset or restored since");
+                             text(cache.status(static_cast<size>(slot))),
+                             "one that was reset, restored or rolled back since");
     size expected = cache.position(static_cast<size>(slot));
     for (size earlier = row; earlier-- > 0;) {
       if (batch.slots(earlier) != slot) continue;
@@ -57,6 +58,7 @@ void check_batch(const DecoderBatch& batch, const Cache& cache, const std::vecto
       fail("positions", row, expected, "below the cache's capacity, " + std::to_string(cache.capacity()));
   }
   const size wanted = batch.logit_rows.extent(0);
+  require_shape("Decoder::forward", "logit_rows", batch.logit_rows, wanted);
   require(wanted <= max_logit_rows, "Decoder::forward", "logit_rows", wanted, "at most max_logit_rows");
   for (size i = 0; i < wanted; ++i)
     if (batch.logit_rows(i) >= rows || (i > 0 && batch.logit_rows(i) <= batch.logit_rows(i - 1)))

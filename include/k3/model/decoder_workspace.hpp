@@ -21,22 +21,22 @@ struct DecoderWorkspace {
 
   template <decoder_geometry G>
   DecoderWorkspace(G g, const K3Graph& graph, size max_rows, size max_logit_rows)
-      : tokens(max_rows),
+      : tokens(length<id>(max_rows, 1)),
         slots(max_rows),
-        positions(max_rows),
-        logit_rows(max_logit_rows),
+        positions(length<size>(max_rows, 1)),
+        logit_rows(length<size>(max_logit_rows, 1)),
         status(max_rows),
         logit_status(max_logit_rows),
         argmax(max_logit_rows),
         snapshot_count(k3::snapshot_count(graph.layers.size(), g.attn_res_block_size)),
-        stream(max_rows * g.hidden),
-        snapshots(snapshot_count * max_rows * g.hidden),
-        normed(max_rows * g.hidden),
-        part(max_rows * g.hidden),
-        head_input(max_logit_rows * g.hidden),
-        mixed(g.attn_res_block_size > 0 ? max_rows * g.hidden : 0),
-        probs(max_rows * (snapshot_count + 1)),
-        logits(max_logit_rows * g.vocab) {
+        stream(length<Activation>(max_rows, g.hidden)),
+        snapshots(length<Activation>(stream.size(), snapshot_count)),
+        normed(stream.size()),
+        part(stream.size()),
+        head_input(length<Activation>(max_logit_rows, g.hidden)),
+        mixed(g.attn_res_block_size > 0 ? length<Accumulator>(max_rows, g.hidden) : 0),
+        probs(length<Accumulator>(max_rows, snapshot_count + 1)),
+        logits(length<Accumulator>(max_logit_rows, g.vocab)) {
     bool dense = false;
     for (const K3LayerSpec& layer : graph.layers) dense = dense || layer.mlp == MlpKind::Dense;
     if (graph.kda_count() > 0) kda.emplace(g.kda, max_rows);
@@ -62,6 +62,12 @@ struct DecoderWorkspace {
   std::optional<MlaLayerWorkspace<P>> mla;
   std::optional<MlpWorkspace<P>> mlp;
   std::optional<MoeWorkspace<P>> moe;
+
+ private:
+  template <class T>
+  static size length(size rows, size width) {
+    return detail::checked_length<T>("DecoderWorkspace", rows, width);
+  }
 };
 
 }  // namespace k3

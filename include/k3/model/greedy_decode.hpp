@@ -13,7 +13,9 @@ inline const char* text(StopReason reason) { return reason == StopReason::eos ? 
 /// What greedy_decode may be asked for.
 struct GreedyOptions {
   size max_new = 0;
-  std::vector<id> eos{};     ///< any of these ends the text; it is the last of the new tokens
+  /// Any of these ends the text, and is then the last of the new tokens. No other does: a checkpoint's own are
+  /// model.config.eos_token_ids, and its tokenizer's special_id("[EOS]").
+  std::vector<id> eos{};
   bool keep_logits = false;  ///< return the row that each new token was chosen from
 };
 
@@ -35,6 +37,7 @@ namespace detail {
 inline void check_prompt(HostView<const id, 1> prompt, size vocab, size position, size capacity, size max_new) {
   constexpr const char* operation = "greedy_decode";
   require(prompt.extent(0) > 0, operation, "prompt", "empty", "at least one token");
+  require_shape(operation, "prompt", prompt, prompt.extent(0));
   for (size i = 0; i < prompt.extent(0); ++i)
     if (prompt(i) < 0 || static_cast<size>(prompt(i)) >= vocab)
       throw invalid_argument(operation, "prompt[" + std::to_string(i) + "]", std::to_string(prompt(i)),
@@ -91,7 +94,7 @@ GreedyResult<typename AnyDecoder::Accumulator> greedy_decode(AnyDecoder& decoder
                        options.max_new);
   GreedyResult<typename AnyDecoder::Accumulator> result;
   if (options.max_new == 0) return result;
-  result.tokens.reserve(options.max_new);
+  result.tokens.reserve(detail::smaller(options.max_new, size{1} << 16));
   prefill(decoder, cache, slot, prompt);
   const id slot_id = static_cast<id>(slot);
   const size row = 0;

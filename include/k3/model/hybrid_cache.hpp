@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <new>
 #include <utility>
 #include <variant>
 
@@ -24,22 +25,45 @@ class HybridCache {
   using Kda = KdaState<typename P::state, typename P::activation>;
   using Mla = MlaKv<typename P::activation>;
 
-  /// Throws invalid_argument for sizes of zero or beyond memory's reach.
+  /// Throws invalid_argument for sizes of zero or beyond 64 bits, out_of_memory with bytes_needed() where the system
+  /// does not give that much.
   HybridCache(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots, size capacity,
               size page_size = 0)
       : capacity_(capacity), shapes_(detail::layer_shapes(graph, kda, mla)), sequences_(slots) {
     detail::require(capacity > 0, "HybridCache", "capacity", capacity, "at least 1 position");
-    layers_.reserve(graph.layers.size());
-    for (const K3LayerSpec& layer : graph.layers) {
-      if (layer.mixer == MixerKind::Kda)
-        layers_.emplace_back(std::in_place_type<Kda>, kda, slots);
-      else
-        layers_.emplace_back(std::in_place_type<Mla>, mla, slots, capacity, page_size);
+    const auto refuse = [&] {
+      throw out_of_memory(
+          "HybridCache",
+          "a cache of " + std::to_string(slots) + " sequence(s) of up to " + std::to_string(capacity) + " positions",
+          bytes_needed(graph, kda, mla, slots, capacity));
+    };
+    try {
+      layers_.reserve(graph.layers.size());
+      for (const K3LayerSpec& layer : graph.layers) {
+        if (layer.mixer == MixerKind::Kda)
+          layers_.emplace_back(std::in_place_type<Kda>, kda, slots);
+        else
+          layers_.emplace_back(std::in_place_type<Mla>, mla, slots, capacity, page_size);
+      }
+    } catch (const std::bad_alloc&) {
+      refuse();
+    } catch (const out_of_memory&) {
+      refuse();
     }
   }
   static HybridCache from_graph(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots,
                                 size capacity) {
     return HybridCache(graph, kda, mla, slots, capacity);
+  }
+
+  /// Bytes of such a cache, without the rounding up to whole pages. Those of the latents (MLA) are taken from the
+  /// system as positions are written.
+  static std::uint64_t bytes_needed(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots,
+                                    size capacity) {
+    const std::uint64_t state =
+        kda_state_elements(kda) * sizeof(typename P::state) + kda_conv_elements(kda) * sizeof(typename P::activation);
+    const std::uint64_t latents = capacity * mla_cache_width(mla) * sizeof(typename P::activation);
+    return slots * (graph.kda_count() * state + graph.mla_count() * latents);
   }
 
   size layers() const { return layers_.size(); }
@@ -58,7 +82,8 @@ class HybridCache {
 
   /// Tokens that the sequence in `slot` has taken: the position of its next one.
   size position(size slot) const { return sequences_[slot].position; }
-  /// Anything but ok: a step found NaN in this sequence; only reset or restore make the slot usable again.
+  /// Anything but ok: a step found NaN in this sequence or did not finish; only reset, restore or rollback make the
+  /// slot usable again.
   RowStatus status(size slot) const { return sequences_[slot].status; }
 
   /// Makes the slot that of a new, empty sequence.
@@ -86,7 +111,9 @@ class HybridCache {
   /// Remembers where the slot's sequence stands, at the cost of its KDA states.
   RollbackPoint<P> rollback_point(size slot) const;
   /// Sets the sequence back to a point of its own past. Throws invalid_argument, changing nothing, for a point of
-  /// another slot, of a sequence that was reset or restored since, or later than the sequence stands.
+  /// another slot or cache, of a sequence that was reset or restored since, of tokens that were taken back by a
+  /// rollback since, or later than the sequence stands. A copied cache shares the points of the past that it was copied
+  /// with.
   void rollback(const RollbackPoint<P>& point);
 
  private:

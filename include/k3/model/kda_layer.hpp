@@ -19,17 +19,23 @@ struct KdaWorkspace {
 
   template <kda_geometry G>
   KdaWorkspace(G g, size max_rows)
-      : qkv(max_rows * kda_conv_channels(g)),
-        low_rank(max_rows * g.head_dim),
-        z(max_rows * kda_width(g)),
-        gate(max_rows * kda_width(g)),
-        normed(max_rows * kda_width(g)),
-        beta(max_rows * g.heads),
-        log_decay(max_rows * kda_width(g)),
-        core(max_rows * kda_width(g)) {}
+      : qkv(length<Activation>(max_rows, kda_conv_channels(g))),
+        low_rank(length<Activation>(max_rows, g.head_dim)),
+        z(length<Activation>(max_rows, kda_width(g))),
+        gate(z.size()),
+        normed(z.size()),
+        beta(length<Activation>(max_rows, g.heads)),
+        log_decay(length<Accumulator>(max_rows, kda_width(g))),
+        core(log_decay.size()) {}
 
   std::vector<Activation> qkv, low_rank, z, gate, normed, beta;
   std::vector<Accumulator> log_decay, core;
+
+ private:
+  template <class T>
+  static size length(size rows, size width) {
+    return detail::checked_length<T>("KdaWorkspace", rows, width);
+  }
 };
 
 /// The KDA mixer of a layer on R normed rows: projections, decay, recurrence, gated norm, output projection.

@@ -17,15 +17,20 @@ struct MlaLayerWorkspace {
 
   template <mla_geometry G>
   MlaLayerWorkspace(G g, size max_rows)
-      : q_low_rank(max_rows * g.q_lora_rank),
-        q(max_rows * mla_q_width(g)),
-        kv_a(max_rows * mla_cache_width(g)),
-        gate(g.mla_use_output_gate ? max_rows * mla_v_width(g) : 0),
-        attended(max_rows * mla_v_width(g)),
+      : q_low_rank(length(max_rows, g.q_lora_rank)),
+        q(length(max_rows, mla_q_width(g))),
+        kv_a(length(max_rows, mla_cache_width(g))),
+        gate(g.mla_use_output_gate ? length(max_rows, mla_v_width(g)) : 0),
+        attended(length(max_rows, mla_v_width(g))),
         attention(g, max_rows) {}
 
   std::vector<Activation> q_low_rank, q, kv_a, gate, attended;
   MlaWorkspace<Activation, typename P::accumulator> attention;
+
+ private:
+  static size length(size rows, size width) {
+    return detail::checked_length<Activation>("MlaLayerWorkspace", rows, width);
+  }
 };
 
 /// The gated NoPE MLA mixer of a layer on R normed rows: q = W_qb rms(W_qa x) (or W_q x), [latent | key part] = W_kva x

@@ -29,7 +29,8 @@ class MlpWorkspace {
   MlpWorkspace(size width, size max_rows)
       : width_(width),
         max_rows_(max_rows),
-        values_(2 * detail::checked_product("MlpWorkspace", "width * max_rows", width, max_rows)) {}
+        values_(detail::checked_length<typename P::activation>(
+            "MlpWorkspace", detail::checked_product("MlpWorkspace", "width", 2, width), max_rows)) {}
 
   size width() const { return width_; }
   size max_rows() const { return max_rows_; }
@@ -40,20 +41,11 @@ class MlpWorkspace {
   auto up(size rows, size width) { return view(values_.data() + width_ * max_rows_, rows, width); }
 
  private:
-  size width_ = 0, max_rows_ = 0;
+  detail::OwnedSize width_, max_rows_;
   std::vector<typename P::activation> values_;
 };
 
 namespace detail {
-
-/// Throws invalid_argument where a cap of SiTU is 0 or not finite.
-inline void require_caps(const char* operation, const GluConfig& config) {
-  const auto usable = [](float cap) { return cap != 0.0f && cap - cap == 0.0f; };
-  if (config.kind != GluConfig::Kind::situ) return;
-  require(usable(config.beta), operation, "beta", config.beta, "finite and not 0");
-  if (config.linear_beta)
-    require(usable(*config.linear_beta), operation, "linear_beta", *config.linear_beta, "finite and not 0");
-}
 
 template <class P>
 void require_rows(const char* operation, const P& workspace, size rows) {

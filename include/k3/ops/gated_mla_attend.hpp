@@ -48,8 +48,8 @@ class MlaExpandedKv {
   MlaExpandedKv(G geometry, size capacity)
       : heads_(geometry.heads), qk_(mla_qk_head_dim(geometry)), v_(geometry.v_head_dim), capacity_(capacity) {
     check(geometry, "MlaExpandedKv");
-    keys_.resize(detail::checked_product("MlaExpandedKv", "the keys' size", capacity, heads_ * qk_));
-    values_.resize(detail::checked_product("MlaExpandedKv", "the values' size", capacity, heads_ * v_));
+    keys_.resize(detail::checked_length<T>("MlaExpandedKv", capacity, mla_q_width(geometry)));
+    values_.resize(detail::checked_length<T>("MlaExpandedKv", capacity, mla_v_width(geometry)));
   }
 
   size length() const { return length_; }
@@ -61,15 +61,15 @@ class MlaExpandedKv {
   /// Adds one position; returns its key, which the caller may turn. Throws invalid_argument where the cache is full.
   template <host_tensor<1> K, host_tensor<1> V>
   auto append(const K& key, const V& value) {
-    detail::require(length_ < capacity_, "MlaExpandedKv::append", "length", length_,
-                    "below the capacity of " + std::to_string(capacity_) + " positions (cache full)");
+    detail::require(length_ < capacity_, "MlaExpandedKv::append", "length", length(),
+                    "below the capacity of " + std::to_string(capacity()) + " positions (cache full)");
     detail::require_shape("MlaExpandedKv::append", "key", key, heads_ * qk_);
     detail::require_shape("MlaExpandedKv::append", "value", value, heads_ * v_);
     T* k = keys_.data() + length_ * heads_ * qk_;
     T* v = values_.data() + length_ * heads_ * v_;
     for (size i = 0; i < heads_ * qk_; ++i) k[i] = static_cast<T>(key.data[i]);
     for (size i = 0; i < heads_ * v_; ++i) v[i] = static_cast<T>(value.data[i]);
-    ++length_;
+    length_ = length_ + 1;
     return k3::view(k, heads_ * qk_);
   }
 
@@ -81,7 +81,8 @@ class MlaExpandedKv {
   }
 
  private:
-  size heads_, qk_, v_, capacity_, length_ = 0;
+  size heads_, qk_, v_;
+  detail::OwnedSize capacity_, length_;
   std::vector<T> keys_, values_;
 };
 

@@ -8,6 +8,7 @@
 #include <k3/formula/rms_norm.hpp>
 #include <k3/geometry/kda_config.hpp>
 #include <k3/ops/reduce.hpp>
+#include <k3/ops/require_weight.hpp>
 
 namespace k3 {
 
@@ -43,8 +44,7 @@ void gated_rms_norm(const host& exec, G geometry, const Core& core, const Gate& 
   const size rows = core.extent(0), heads = geometry.heads, head_dim = geometry.head_dim;
   detail::require_shape(operation, "core", core, rows, kda_width(geometry));
   detail::require_shape(operation, "gate", gate, rows, kda_width(geometry));
-  detail::require(weight.data != nullptr && weight.extent(0) == head_dim, operation, "weight's length",
-                  weight.extent(0), head_dim);
+  detail::require_weight(operation, "weight", weight, head_dim);
   detail::require_shape(operation, "out", out, rows, kda_width(geometry));
   detail::require_same_or_disjoint(operation, "out", out, "core", core);
   detail::require_same_or_disjoint(operation, "out", out, "gate", gate);

@@ -29,9 +29,6 @@ KdaConvWeights<AnyMatrix<>> kda_conv_weights(G geometry, const AnyMatrix<>& weig
   });
 }
 
-/// The largest head_dim of `kda_decode_token` on the host, whose scratch lies on the stack.
-inline constexpr size kda_max_head_dim = 1024;
-
 namespace detail {
 
 template <class G>
@@ -167,8 +164,6 @@ void kda_decode_token(const host& exec, G geometry, const X& x_qkv, const KdaCon
   using Acc = accumulator_t<typename X::value_type>;
   constexpr const char* operation = "kda_decode_token";
   check(geometry, operation);
-  detail::require(geometry.head_dim <= kda_max_head_dim, operation, "geometry.head_dim", geometry.head_dim,
-                  "at most kda_max_head_dim (1024)");
   const size rows = x_qkv.extent(0), width = kda_width(geometry), taps = geometry.conv_kernel;
   detail::require_shape(operation, "x_qkv", x_qkv, rows, kda_conv_channels(geometry));
   detail::require_weight(operation, "conv.q", conv.q, width, taps);
@@ -181,22 +176,14 @@ void kda_decode_token(const host& exec, G geometry, const X& x_qkv, const KdaCon
   const size runs = detail::require_slots(operation, slots, rows, state.recurrent.extent(0));
   detail::with_typed_conv(operation, conv, [&](const auto& typed) {
     const auto require_disjoint = [&](const char* written, const auto& to) {
-      const detail::Footprint memory = detail::footprint(to);
-      detail::require_disjoint(operation, written, memory, "x_qkv", detail::footprint(x_qkv));
-      detail::require_disjoint(operation, written, memory, "log_decay", detail::footprint(log_decay));
-      detail::require_disjoint(operation, written, memory, "beta", detail::footprint(beta));
-      detail::require_disjoint(operation, written, memory, "conv.q", detail::footprint(typed.q));
-      detail::require_disjoint(operation, written, memory, "conv.k", detail::footprint(typed.k));
-      detail::require_disjoint(operation, written, memory, "conv.v", detail::footprint(typed.v));
-      detail::require_disjoint(operation, written, memory, "slots", detail::footprint(slots));
+      detail::require_disjoint(operation, written, to, "x_qkv", x_qkv, "log_decay", log_decay, "beta", beta, "conv.q",
+                               typed.q, "conv.k", typed.k, "conv.v", typed.v, "slots", slots);
     };
     require_disjoint("out", out);
     require_disjoint("state.recurrent", state.recurrent);
     require_disjoint("state.conv", state.conv);
     detail::require_disjoint(operation, "state.recurrent", state.recurrent, "state.conv", state.conv);
-    detail::require_disjoint(operation, "out", detail::footprint(out), "state.recurrent",
-                             detail::footprint(state.recurrent));
-    detail::require_disjoint(operation, "out", detail::footprint(out), "state.conv", detail::footprint(state.conv));
+    detail::require_disjoint(operation, "out", out, "state.recurrent", state.recurrent, "state.conv", state.conv);
     for (size row = 0; row < rows; ++row)
       for (size c = 0; slots[row] == pad_slot && c < width; ++c) out(row, c) = typename Out::value_type{};
     const detail::KdaCall<G, X, std::remove_cvref_t<decltype(typed.q)>, Decay, Beta, State, Window, Out> call{

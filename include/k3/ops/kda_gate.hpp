@@ -6,6 +6,7 @@
 #include <k3/core/overlap.hpp>
 #include <k3/formula/kda.hpp>
 #include <k3/geometry/kda_config.hpp>
+#include <k3/ops/require_weight.hpp>
 
 namespace k3 {
 
@@ -24,13 +25,9 @@ void kda_gate(const host& exec, G geometry, const Z& z, const ALog& A_log, const
   check(geometry, operation);
   const size rows = z.extent(0), heads = geometry.heads, head_dim = geometry.head_dim, width = kda_width(geometry);
   detail::require_shape(operation, "z", z, rows, width);
-  detail::require(A_log.data != nullptr && A_log.extent(0) >= heads, operation, "A_log's length", A_log.extent(0),
-                  "at least the number of heads");
-  detail::require(dt_bias.data != nullptr && dt_bias.extent(0) == width, operation, "dt_bias's length",
-                  dt_bias.extent(0), width);
-  if (lower_bound)
-    detail::require(*lower_bound < 0 && *lower_bound - *lower_bound == 0, operation, "lower_bound", *lower_bound,
-                    "finite and below 0");
+  detail::require_weight(operation, "A_log", A_log, detail::larger(heads, A_log.extent(0)));
+  detail::require_weight(operation, "dt_bias", dt_bias, width);
+  detail::require_gate_bound(operation, "lower_bound", lower_bound);
   detail::require_shape(operation, "log_decay", log_decay, rows, width);
   detail::require_same_or_disjoint(operation, "log_decay", log_decay, "z", z);
   detail::require_disjoint(operation, "log_decay", log_decay, "A_log", A_log, "dt_bias", dt_bias);

@@ -57,12 +57,8 @@ class KdaState {
     constexpr const char* operation = "KdaState";
     check(geometry_, operation);
     detail::require(slots < size{1} << 31, operation, "slots", slots, "below 2^31");
-    const size state = detail::checked_product(operation, "slots", slots, kda_state_elements(geometry_));
-    const size window = detail::checked_product(operation, "slots", slots, kda_conv_elements(geometry_));
-    detail::checked_product(operation, "slots", state, sizeof(State));
-    detail::checked_product(operation, "slots", window, sizeof(Window));
-    recurrent_.resize(state);
-    conv_.resize(window);
+    recurrent_.resize(detail::checked_length<State>(operation, slots, kda_state_elements(geometry_)));
+    conv_.resize(detail::checked_length<Window>(operation, slots, kda_conv_elements(geometry_)));
   }
 
   size slots() const { return slots_; }
@@ -71,8 +67,8 @@ class KdaState {
 
   /// What the operations take.
   KdaStateView<State, Window> view() {
-    return {k3::view(recurrent_.data(), slots_, geometry_.heads, geometry_.head_dim, geometry_.head_dim),
-            k3::view(conv_.data(), slots_, kda_conv_channels(geometry_), geometry_.conv_kernel - 1)};
+    return {k3::view(recurrent_.data(), slots(), geometry_.heads, geometry_.head_dim, geometry_.head_dim),
+            k3::view(conv_.data(), slots(), kda_conv_channels(geometry_), geometry_.conv_kernel - 1)};
   }
 
   /// One sequence's recurrent state [H, D key, D value], contiguous. Throws invalid_argument where there is no slot.
@@ -97,7 +93,7 @@ class KdaState {
   }
 
   KdaConfig geometry_{};
-  size slots_ = 0;
+  detail::OwnedSize slots_;
   std::vector<State, detail::CacheLineAllocator<State>> recurrent_{};
   std::vector<Window, detail::CacheLineAllocator<Window>> conv_{};
 };

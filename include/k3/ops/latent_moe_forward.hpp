@@ -188,13 +188,10 @@ void latent_moe_forward(const host& exec, G geometry, const X& x, const LatentMo
   constexpr const char* operation = "latent_moe_forward";
   const size rows = x.extent(0);
   check(geometry, operation);
-  detail::require_caps(operation, geometry.activation);
   detail::require_shape(operation, "x", x, rows, geometry.hidden);
   detail::require_weights(operation, geometry, weights);
   detail::require_experts(operation, experts, geometry.n_routed);
   detail::require(eps >= 0 && eps - eps == 0, operation, "eps", eps, "finite and not negative");
-  detail::require(geometry.routed_scaling_factor - geometry.routed_scaling_factor == 0.0f, operation,
-                  "geometry.routed_scaling_factor", float{geometry.routed_scaling_factor}, "finite");
   detail::require_workspace(operation, geometry, workspace, rows);
   detail::require_shape(operation, "out", out, rows, geometry.hidden);
   if (options.slots.data) detail::require_shape(operation, "slots", options.slots, rows);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <k3/core/overlap.hpp>
-#include <k3/ops/linear_avx512.hpp>
+#include <k3/ops/linear_expanded.hpp>
 
 namespace k3 {
 namespace detail {
@@ -68,16 +68,14 @@ size weight_bytes(const View<const T, 2>& weight) {
 /// The version to run: what was asked for, if this processor has it.
 inline Isa usable_isa(const host& exec) { return exec.isa > best_isa() ? best_isa() : exec.isa; }
 
-/// Rows [b, b + count) of x as floats: themselves, or converted into memory that the calling thread keeps.
-inline View<const float, 2> float_rows(const View<const float, 2>& x, size b, size count) {
-  return x.slice(0, b, count);
-}
-inline View<const float, 2> float_rows(const View<const bf16, 2>& x, size b, size count) {
+/// The rows of x as floats: themselves, or converted into memory that the calling thread keeps.
+inline View<const float, 2> float_rows(const View<const float, 2>& x) { return x; }
+inline View<const float, 2> float_rows(const View<const bf16, 2>& x) {
   thread_local std::vector<float> memory;
-  const size columns = x.extents[1];
+  const size count = x.extents[0], columns = x.extents[1];
   if (memory.size() < count * columns) memory.resize(count * columns);
   for (size j = 0; j < count; ++j) {
-    const bf16* from = x.data + (b + j) * x.strides[0];
+    const bf16* from = x.data + j * x.strides[0];
     float* to = memory.data() + j * columns;
     for (size k = 0; k < columns; ++k) to[k] = from[k];
   }
@@ -94,14 +92,32 @@ void linear_rows(Isa isa, const View<const float, 2>& x, const Weight& weight, c
   linear_rows_plain<float>(x, weight, out, first, last);
 }
 
-/// body(x as floats, the same rows of out) for slabs of 16 rows: enough to hide the reading of the weights behind the
-/// arithmetic, few enough for x to stay in the L2 cache.
+/// Many rows of x with an MXFP4 weight, by a vector kernel; false where there is none or rows are few.
+template <class T, class Weight, class Out>
+bool linear_many([[maybe_unused]] const host& exec, [[maybe_unused]] const View<const T, 2>& x,
+                 [[maybe_unused]] const Weight& weight, [[maybe_unused]] const Out& out,
+                 [[maybe_unused]] size traffic) {
+#if K3_X86_64
+  if constexpr (std::is_same_v<Weight, Mxfp4Matrix<>>) {
+    const Isa isa = usable_isa(exec);
+    if (x.extents[0] < many_rows || isa == Isa::plain) return false;
+    if (isa == Isa::avx512)
+      linear_expanded<Avx512>(exec, x, weight, out, traffic);
+    else
+      linear_expanded<Avx2>(exec, x, weight, out, traffic);
+    return true;
+  }
+#endif
+  return false;
+}
+
+/// body(x, out) for slabs of 16 rows: enough to hide the reading of the weights behind the arithmetic, few enough for x
+/// to stay in the L2 cache.
 template <class T, class Out, class Body>
 void for_each_slab(const View<const T, 2>& x, const Out& out, Body&& body) {
-  constexpr size slab = 16;
-  for (size b = 0; b < x.extents[0]; b += slab) {
-    const size count = smaller(slab, x.extents[0] - b);
-    body(float_rows(x, b, count), out.slice(0, b, count));
+  for (size b = 0; b < x.extents[0]; b += linear_slab) {
+    const size count = smaller(linear_slab, x.extents[0] - b);
+    body(x.slice(0, b, count), out.slice(0, b, count));
   }
 }
 
@@ -112,10 +128,12 @@ void linear_typed(const host& exec, const View<const T, 2>& x, const Weight& wei
     parallel_chunks(exec, out.extents[1], 16, bytes * x.extents[0],
                     [&](size first, size last) { linear_rows_plain<double>(x, weight, out, first, last); });
   } else {
-    for_each_slab(x, out, [&](const View<const float, 2>& x_slab, const Out& out_slab) {
+    for_each_slab(x, out, [&](const View<const T, 2>& x_slab, const Out& out_slab) {
       const size traffic = bytes * ((x_slab.extents[0] + 3) / 4);
+      if (linear_many(exec, x_slab, weight, out_slab, traffic)) return;
+      const View<const float, 2> floats = float_rows(x_slab);
       parallel_chunks(exec, out.extents[1], tile_rows, traffic, [&](size first, size last) {
-        linear_rows(usable_isa(exec), x_slab, weight, out_slab, first, last);
+        linear_rows(usable_isa(exec), floats, weight, out_slab, first, last);
       });
     });
   }
@@ -139,9 +157,10 @@ void transposed_typed(const host& exec, const View<const T, 2>& x, const Weight&
     parallel_chunks(exec, out.extents[1], 64, bytes * x.extents[0],
                     [&](size first, size last) { transposed_columns_plain<double>(x, weight, out, first, last); });
   } else {
-    for_each_slab(x, out, [&](const View<const float, 2>& x_slab, const Out& out_slab) {
+    for_each_slab(x, out, [&](const View<const T, 2>& x_slab, const Out& out_slab) {
+      const View<const float, 2> floats = float_rows(x_slab);
       parallel_chunks(exec, out.extents[1], 256, bytes * ((x_slab.extents[0] + 3) / 4), [&](size first, size last) {
-        transposed_columns(usable_isa(exec), x_slab, weight, out_slab, first, last);
+        transposed_columns(usable_isa(exec), floats, weight, out_slab, first, last);
       });
     });
   }
@@ -164,7 +183,8 @@ concept dense_linear_weight = linear_weight<W> && !std::same_as<W, Mxfp4Matrix<>
 /// Throws invalid_argument on shapes that do not fit, an MXFP4 width that is no multiple of 32, out sharing memory.
 /// Accuracy in float, K <= 33792: |error| <= 5e-7 sum |x w| (measured 1.8e-7) and, with random signs, <= 1.5e-6 of the
 /// largest result (measured 4.1e-7); Isa::plain 3 times that.
-/// Cost: 2 B N K FLOPs; reads the weight once per 16 rows of x: one row runs at the speed of memory.
+/// Cost: 2 B N K FLOPs; reads the weight once per 16 rows of x and expands MXFP4 once for 6 to 16, else once per 4: one
+/// row runs at the speed of memory.
 template <host_tensor<2> X, linear_weight Weight, writable_host_tensor<2> Out>
   requires(real<typename X::value_type> && real<typename Out::value_type>)
 void linear(const host& exec, const X& x, const Weight& weight, const Out& out) {

@@ -72,6 +72,8 @@ struct Avx2 {
   static constexpr size rows = XRows == 4 ? 2 : 1;
   template <size XRows>
   static constexpr size axpy_registers = 8 / XRows;
+  /// Weight rows that multiply_expanded takes at once: 12 registers hold sums of 4 rows of x.
+  static constexpr size expanded_rows = 3;
 
   /// lanes[r][j][lane..] += w[r] * x[j] over the columns [first, last) of these lanes.
   template <size XRows, size WRows, size Ahead, class Row>
@@ -109,6 +111,46 @@ struct Avx2 {
       for (size j = 0; j < XRows; ++j)
 #pragma GCC unroll 16
         for (size g = 0; g < regs; ++g) _mm256_store_ps(lanes[r][j] + lane + width * g, sum[r][j][g]);
+  }
+
+  /// Columns [first, first + columns), a multiple of 64, of some weight rows: to[lanes / 8][columns / 64][WRows][8].
+  template <size WRows, class Row>
+  K3_TARGET_AVX2 static void expand(const Row (&w)[WRows], size first, size columns, float* to) {
+    for (size r = 0; r < WRows; ++r)
+      for (size k = 0; k < columns; k += dot_lanes) {
+        prefetch_weights(w[r], first + k + columns);
+        __m256 table;
+#pragma GCC unroll 16
+        for (size g = 0; g < dot_lanes / width; ++g)
+          _mm256_store_ps(to + ((g * columns + k) / dot_lanes * WRows + r) * width,
+                          load_weights8(w[r], first + k + width * g, g % 4 == 0, table));
+      }
+  }
+
+  /// lanes[r][j][0..8) += w[step][r] * x[step][j], element by element.
+  template <size XRows, size WRows, size Stride>
+  K3_TARGET_AVX2 static void multiply_expanded(const float* w, const float* x, size steps,
+                                               float (*lanes)[Stride][dot_lanes], size lane) {
+    __m256 sum[WRows][XRows];
+#pragma GCC unroll 16
+    for (size r = 0; r < WRows; ++r)
+#pragma GCC unroll 16
+      for (size j = 0; j < XRows; ++j) sum[r][j] = _mm256_load_ps(lanes[r][j] + lane);
+    for (size step = 0; step < steps; ++step, w += WRows * width, x += XRows * width) {
+      __m256 w_value[WRows];
+#pragma GCC unroll 16
+      for (size r = 0; r < WRows; ++r) w_value[r] = load8(w + width * r);
+#pragma GCC unroll 16
+      for (size j = 0; j < XRows; ++j) {
+        const __m256 x_value = load8(x + width * j);
+#pragma GCC unroll 16
+        for (size r = 0; r < WRows; ++r) sum[r][j] = _mm256_fmadd_ps(w_value[r], x_value, sum[r][j]);
+      }
+    }
+#pragma GCC unroll 16
+    for (size r = 0; r < WRows; ++r)
+#pragma GCC unroll 16
+      for (size j = 0; j < XRows; ++j) _mm256_store_ps(lanes[r][j] + lane, sum[r][j]);
   }
 
   /// Adds lanes 32 apart, 16 apart, 8 apart, ..., neighbours.

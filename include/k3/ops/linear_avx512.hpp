@@ -61,6 +61,8 @@ struct Avx512 {
   static constexpr size rows = XRows;
   template <size XRows>
   static constexpr size axpy_registers = 16 / XRows;
+  /// Weight rows that multiply_expanded takes at once: 24 registers hold sums of 4 rows of x.
+  static constexpr size expanded_rows = 6;
 
   /// lanes[r][j][lane..] += w[r] * x[j] over the columns [first, last) of these lanes.
   template <size XRows, size WRows, size Ahead, class Row>
@@ -99,6 +101,46 @@ struct Avx512 {
       for (size j = 0; j < XRows; ++j)
 #pragma GCC unroll 16
         for (size g = 0; g < regs; ++g) _mm512_store_ps(lanes[r][j] + lane + width * g, sum[r][j][g]);
+  }
+
+  /// Columns [first, first + columns), a multiple of 64, of some weight rows: to[lanes / 16][columns / 64][WRows][16].
+  template <size WRows, class Row>
+  K3_TARGET_AVX512 static void expand(const Row (&w)[WRows], size first, size columns, float* to) {
+    for (size r = 0; r < WRows; ++r)
+      for (size k = 0; k < columns; k += dot_lanes) {
+        __m512 w_value[4];
+        prefetch_weights(w[r], first + k + columns);
+        load_weights<4>(w[r], first + k, w_value);
+#pragma GCC unroll 16
+        for (size g = 0; g < 4; ++g)
+          _mm512_store_ps(to + ((g * columns + k) / dot_lanes * WRows + r) * width, w_value[g]);
+      }
+  }
+
+  /// lanes[r][j][0..16) += w[step][r] * x[step][j], element by element.
+  template <size XRows, size WRows, size Stride>
+  K3_TARGET_AVX512 static void multiply_expanded(const float* w, const float* x, size steps,
+                                                 float (*lanes)[Stride][dot_lanes], size lane) {
+    __m512 sum[WRows][XRows];
+#pragma GCC unroll 16
+    for (size r = 0; r < WRows; ++r)
+#pragma GCC unroll 16
+      for (size j = 0; j < XRows; ++j) sum[r][j] = _mm512_load_ps(lanes[r][j] + lane);
+    for (size step = 0; step < steps; ++step, w += WRows * width, x += XRows * width) {
+      __m512 x_value[XRows];
+#pragma GCC unroll 16
+      for (size j = 0; j < XRows; ++j) x_value[j] = load16(x + width * j);
+#pragma GCC unroll 16
+      for (size r = 0; r < WRows; ++r) {
+        const __m512 w_value = load16(w + width * r);
+#pragma GCC unroll 16
+        for (size j = 0; j < XRows; ++j) sum[r][j] = _mm512_fmadd_ps(w_value, x_value[j], sum[r][j]);
+      }
+    }
+#pragma GCC unroll 16
+    for (size r = 0; r < WRows; ++r)
+#pragma GCC unroll 16
+      for (size j = 0; j < XRows; ++j) _mm512_store_ps(lanes[r][j] + lane, sum[r][j]);
   }
 
   K3_TARGET_AVX512 static float lane_sum(const float (&lanes)[dot_lanes]) {

@@ -33,16 +33,24 @@ struct E8m0Table {
 };
 inline constexpr E8m0Table e8m0_table;
 
-template <class Acc, class T>
-Acc weight_value(const T* row, size column) {
-  return static_cast<Acc>(row[column]);
-}
-template <class Acc>
-Acc weight_value(const Mxfp4Row& row, size column) {
-  const unsigned byte = row.packed[column / 2];
-  const auto code = static_cast<std::uint8_t>(column % 2 ? byte >> 4 : byte & 15u);
-  const float value = e2m1_value(code) * e8m0_value(row.scale[column / mxfp4_group]);  // rounded as a float
-  return static_cast<Acc>(value);
+struct E2m1Table {
+  float value[16];
+  constexpr E2m1Table() : value{} {
+    for (unsigned code = 0; code < 16; ++code) value[code] = e2m1_value(static_cast<std::uint8_t>(code));
+  }
+};
+inline constexpr E2m1Table e2m1_table;
+
+/// Columns [first, first + columns) of a row, whole groups, as floats.
+inline void expand_plain(const Mxfp4Row& row, size first, size columns, float* to) {
+  for (size k = 0; k < columns; k += mxfp4_group) {
+    const std::uint8_t* packed = row.packed + (first + k) / 2;
+    const float scale = e8m0_table.value[row.scale[(first + k) / mxfp4_group]];
+    for (size i = 0; i < mxfp4_group / 2; ++i) {
+      to[k + 2 * i] = e2m1_table.value[packed[i] & 15u] * scale;
+      to[k + 2 * i + 1] = e2m1_table.value[packed[i] >> 4] * scale;
+    }
+  }
 }
 
 /// Asks for the 64 weights from column k on. That may lie beyond the matrix: a prefetch of any address is harmless.
@@ -87,28 +95,55 @@ struct PaddedTail<Mxfp4Row> {
   }
 };
 
-/// The readable dot product: `lanes` partial sums (so that a compiler can vectorise it), then the tail, in order.
-template <class Acc, class X, class Row>
-Acc plain_dot(const X* x, const Row& row, size columns) {
-  constexpr size lanes = 16;
-  Acc partial[lanes] = {};
+/// Partial sums of a plain dot product, so that a compiler can vectorise it: column k is added to number k % 16.
+inline constexpr size plain_lanes = 16;
+
+/// partial += x . row over `columns` columns.
+template <class Acc, class X, class W>
+void plain_products(const X* x, const W* row, size columns, Acc (&partial)[plain_lanes]) {
   size k = 0;
-  for (; k + lanes <= columns; k += lanes)
-    for (size lane = 0; lane < lanes; ++lane)
-      partial[lane] += static_cast<Acc>(x[k + lane]) * weight_value<Acc>(row, k + lane);
-  for (; k < columns; ++k) partial[k % lanes] += static_cast<Acc>(x[k]) * weight_value<Acc>(row, k);
+  for (; k + plain_lanes <= columns; k += plain_lanes)
+    for (size lane = 0; lane < plain_lanes; ++lane)
+      partial[lane] += static_cast<Acc>(x[k + lane]) * static_cast<Acc>(row[k + lane]);
+  for (; k < columns; ++k) partial[k % plain_lanes] += static_cast<Acc>(x[k]) * static_cast<Acc>(row[k]);
+}
+
+/// The readable dot product: the partial sums, then those in order.
+template <class Acc>
+Acc plain_sum(const Acc (&partial)[plain_lanes]) {
   Acc sum{};
-  for (size lane = 0; lane < lanes; ++lane) sum += partial[lane];
+  for (const Acc part : partial) sum += part;
   return sum;
 }
 
-/// out[:, first..last) by plain_dot.
-template <class Acc, class X, class Weight, class Out>
-void linear_rows_plain(const X& x, const Weight& weight, const Out& out, size first, size last) {
+/// out[:, first..last) by plain dot products.
+template <class Acc, class X, class T, class Out>
+void linear_rows_plain(const X& x, const View<const T, 2>& weight, const Out& out, size first, size last) {
   for (size n = first; n < last; ++n)
-    for (size b = 0; b < x.extents[0]; ++b)
-      out(b, n) = static_cast<typename Out::value_type>(
-          plain_dot<Acc>(x.data + b * x.strides[0], weight_row(weight, n), x.extents[1]));
+    for (size b = 0; b < x.extents[0]; ++b) {
+      Acc partial[plain_lanes] = {};
+      plain_products(x.data + b * x.strides[0], weight_row(weight, n), x.extents[1], partial);
+      out(b, n) = static_cast<typename Out::value_type>(plain_sum(partial));
+    }
+}
+
+/// As above; a part of a weight's row is expanded once for all rows of x, up to 16 at a time.
+template <class Acc, class X, class Out>
+void linear_rows_plain(const X& x, const Mxfp4Matrix<>& weight, const Out& out, size first, size last) {
+  constexpr size slab = 16, part = 512;
+  float expanded[part];
+  for (size n = first; n < last; ++n)
+    for (size b = 0; b < x.extents[0]; b += slab) {
+      const size count = smaller(slab, x.extents[0] - b);
+      Acc partial[slab][plain_lanes] = {};
+      for (size k = 0; k < x.extents[1]; k += part) {
+        const size columns = smaller(part, x.extents[1] - k);
+        expand_plain(weight_row(weight, n), k, columns, expanded);
+        for (size j = 0; j < count; ++j)
+          plain_products(x.data + (b + j) * x.strides[0] + k, expanded, columns, partial[j]);
+      }
+      for (size j = 0; j < count; ++j) out(b + j, n) = static_cast<typename Out::value_type>(plain_sum(partial[j]));
+    }
 }
 
 /// Weight rows that are worked on together: they stay in the L2 cache while the rows of x pass over them.

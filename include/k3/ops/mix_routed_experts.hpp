@@ -74,24 +74,30 @@ struct MoeBuffers {
   MlpWorkspace<P> expert_mlp, shared_mlp;
 
   MoeBuffers(const LatentMoeConfig& g, size rows)
-      : logits(rows * g.n_routed),
-        weights(rows * g.top_k),
-        ids(rows * g.top_k),
-        latent(g.latent > 0 ? rows * g.latent : 0),
-        combined(rows * moe_expert_width(g)),
+      : logits(length<Accumulator>(rows, g.n_routed)),
+        weights(length<Accumulator>(rows, g.top_k)),
+        ids(weights.size()),
+        latent(length<Activation>(rows, g.latent)),
+        combined(length<Activation>(rows, moe_expert_width(g))),
         normed(combined.size()),
-        routed(rows * g.hidden),
-        shared(g.n_shared > 0 ? rows * g.hidden : 0),
+        routed(length<Activation>(rows, g.hidden)),
+        shared(g.n_shared > 0 ? routed.size() : 0),
         gathered(combined.size()),
-        expert_out(ids.size() * moe_expert_width(g)),
+        expert_out(length<Activation>(ids.size(), moe_expert_width(g))),
         first(g.n_routed + 1),
-        order(ids.size()),
-        position(ids.size()),
+        order(length<size>(rows, g.top_k)),
+        position(order.size()),
         status(rows),
         skip(rows),
         expert_mlp(g.expert_hidden, rows),
         shared_mlp(moe_shared_width(g), rows) {
     chosen.reserve(g.n_routed);
+  }
+
+ private:
+  template <class T>
+  static size length(size rows, size width) {
+    return checked_length<T>("MoeWorkspace", rows, width);
   }
 };
 
@@ -108,7 +114,7 @@ class MoeWorkspace {
 
   template <latent_moe_geometry G>
   MoeWorkspace(G geometry, size max_rows)
-      : geometry_(checked(latent_moe_config(geometry), max_rows)), max_rows_(max_rows), buffers_(geometry_, max_rows) {}
+      : geometry_(checked(latent_moe_config(geometry))), max_rows_(max_rows), buffers_(geometry_, max_rows) {}
 
   const LatentMoeConfig& geometry() const { return geometry_; }
   size max_rows() const { return max_rows_; }
@@ -124,7 +130,10 @@ class MoeWorkspace {
   auto shared() const { return rows_of(buffers_.shared, geometry_.hidden); }
 
   /// How many rows of the last call (this one or mix_routed_experts) expert `e` was computed for.
-  size expert_rows(size e) const { return buffers_.first[e + 1] - buffers_.first[e]; }
+  size expert_rows(size e) const {
+    detail::require(e < geometry_.n_routed && max_rows_ > 0, "MoeWorkspace::expert_rows", "e", e, "one of the experts");
+    return buffers_.first[e + 1] - buffers_.first[e];
+  }
 
   /// For the operations.
   detail::MoeBuffers<P>& buffers(size rows) {
@@ -133,19 +142,17 @@ class MoeWorkspace {
   }
 
  private:
-  static LatentMoeConfig checked(const LatentMoeConfig& g, size max_rows) {
+  static LatentMoeConfig checked(const LatentMoeConfig& g) {
     check(g, "MoeWorkspace");
-    const size outputs = detail::checked_product("MoeWorkspace", "max_rows * top_k", max_rows, g.top_k);
-    detail::checked_product("MoeWorkspace", "the experts' outputs", outputs, moe_expert_width(g));
     return g;
   }
   template <class T>
   auto rows_of(const std::vector<T>& values, size columns) const {
-    return view(values.data(), values.empty() ? 0 : rows_, columns);
+    return view(values.data(), values.empty() ? 0 : size{rows_}, columns);
   }
 
   LatentMoeConfig geometry_;
-  size max_rows_, rows_ = 0;
+  detail::OwnedSize max_rows_, rows_;
   detail::MoeBuffers<P> buffers_;
 };
 
@@ -312,7 +319,6 @@ void mix_routed_experts(const host& exec, G geometry, const Latent& latent, cons
   constexpr const char* operation = "mix_routed_experts";
   const size rows = latent.extent(0), width = moe_expert_width(geometry);
   check(geometry, operation);
-  detail::require_caps(operation, geometry.activation);
   detail::require_workspace(operation, geometry, workspace, rows);
   detail::require_shape(operation, "latent", latent, rows, width);
   detail::require_shape(operation, "ids", ids, rows, geometry.top_k);

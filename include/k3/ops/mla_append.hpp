@@ -14,8 +14,8 @@ void check_mla_append(const char* operation, G g, const KvA& kv_a, const Weight&
   require_nope(g, operation);
   check_mla_kv(operation, g, kv);
   require_shape(operation, "kv_a", kv_a, slots.extents[0], mla_cache_width(g));
-  require(weight.extent(0) == g.kv_lora_rank, operation, "kv_a_layernorm's length", weight.extent(0), g.kv_lora_rank);
-  require(norm_eps >= 0 && norm_eps < 1, operation, "norm_eps", norm_eps, "at least 0 and below 1");
+  require_weight(operation, "kv_a_layernorm", weight, g.kv_lora_rank);
+  require_norm_eps(operation, "norm_eps", norm_eps);
   require_shape(operation, "positions", positions, slots.extents[0]);
   check_mla_rows(operation, slots, positions, kv, [&](size position) { return position / kv.page_size; });
   require_disjoint(operation, "kv.pages", kv.pages, "kv_a", kv_a, "kv_a_layernorm", weight, "slots", slots, "positions",

@@ -12,12 +12,9 @@ namespace detail {
 
 template <mla_geometry G, class KvB>
 void check_kv_b(const char* operation, G g, const KvB& kv_b) {
-  if constexpr (host_tensor<KvB, 2>)
-    require_shape(operation, "kv_b", kv_b, mla_kv_b_rows(g), g.kv_lora_rank);
-  else
-    require_shape(operation, "kv_b", kv_b, {mla_kv_b_rows(g), size{g.kv_lora_rank}});
   if constexpr (!host_tensor<KvB, 2>)
     require(kv_b.type != ElementType::mxfp4, operation, "kv_b", "MXFP4", "F64, F32 or BF16");
+  require_weight(operation, "kv_b", kv_b, mla_kv_b_rows(g), g.kv_lora_rank);
 }
 
 /// Head h of a [R, heads, n] view as a matrix [R, n], rows heads * n apart.
@@ -113,8 +110,8 @@ class MlaWorkspace {
         heads_(geometry.heads),
         width_(mla_cache_width(geometry)),
         latent_(geometry.kv_lora_rank),
-        q_latent_(max_rows * heads_ * width_),
-        o_latent_(max_rows * heads_ * latent_) {}
+        q_latent_(detail::checked_length<Activation>("MlaWorkspace", max_rows, row_length(width_))),
+        o_latent_(detail::checked_length<Accumulator>("MlaWorkspace", max_rows, row_length(latent_))) {}
 
   size max_rows() const { return max_rows_; }
   auto q_latent(size rows) { return k3::view(q_latent_.data(), rows, heads_, width_); }
@@ -123,14 +120,17 @@ class MlaWorkspace {
   /// Throws invalid_argument where the workspace was made for another geometry or for fewer rows.
   template <mla_geometry G>
   void check(const char* operation, G geometry, size rows) const {
-    detail::require(rows <= max_rows_, operation, "the workspace's max_rows", max_rows_, rows);
+    detail::require(rows <= max_rows_, operation, "the workspace's max_rows", max_rows(), rows);
     detail::require(heads_ == geometry.heads, operation, "the workspace's heads", heads_, geometry.heads);
     detail::require(width_ == mla_cache_width(geometry) && latent_ == geometry.kv_lora_rank, operation,
                     "the workspace's width", width_, mla_cache_width(geometry));
   }
 
  private:
-  size max_rows_ = 0, heads_ = 0, width_ = 0, latent_ = 0;
+  size row_length(size width) const { return detail::checked_product("MlaWorkspace", "a row's size", heads_, width); }
+
+  detail::OwnedSize max_rows_;
+  size heads_ = 0, width_ = 0, latent_ = 0;
   std::vector<Activation> q_latent_;
   std::vector<Accumulator> o_latent_;
 };

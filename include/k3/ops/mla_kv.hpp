@@ -4,7 +4,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 #include <vector>
 
 #include <k3/core/bf16.hpp>
@@ -61,7 +60,7 @@ struct MlaKvView {
 /// a page size a slot is one page; with one, the capacity is rounded up to whole pages, page b of slot s being
 /// s * blocks + b. The lengths are bookkeeping for snapshots and resets; no operation reads or changes them.
 /// Bytes: slots * capacity * (kv_lora_rank + qk_rope_head_dim) * sizeof(T), taken from the system as they are written.
-/// Throws invalid_argument for sizes of zero or too large, std::bad_alloc where there is no memory.
+/// Throws invalid_argument for sizes of zero or too large, out_of_memory where there is not enough.
 template <real T>
 class MlaKv {
  public:
@@ -86,12 +85,12 @@ class MlaKv {
 
   MlaKv(const MlaKv& other)
       : page_size_(other.page_size_),
+        width_(other.width_),
         slots_(other.slots_),
         blocks_(other.blocks_),
-        width_(other.width_),
         table_(other.table_),
         lengths_(other.lengths_) {
-    if (other.data_ == nullptr) return;
+    if (!other.memory_) return;
     allocate();
     copy_written(other);
   }
@@ -105,12 +104,12 @@ class MlaKv {
   size width() const { return width_; }
   size bytes() const { return elements() * sizeof(T); }
 
-  MlaKvView<T> view() { return {pages(data_), table(), page_size_}; }
-  MlaKvView<const T> view() const { return {pages(static_cast<const T*>(data_)), table(), page_size_}; }
+  MlaKvView<T> view() { return {pages(data()), table(), page_size_}; }
+  MlaKvView<const T> view() const { return {pages(static_cast<const T*>(data())), table(), page_size_}; }
 
   /// The row of a position, [kv_lora_rank | qk_rope_head_dim]; zeros until written.
-  T* row(size slot, size position) { return data_ + offset(slot, position); }
-  const T* row(size slot, size position) const { return data_ + offset(slot, position); }
+  T* row(size slot, size position) { return data() + offset(slot, position); }
+  const T* row(size slot, size position) const { return data() + offset(slot, position); }
 
   size length(size slot) const { return lengths_[checked_slot(slot)]; }
   void set_length(size slot, size length) {
@@ -127,7 +126,7 @@ class MlaKv {
   };
 
   size elements() const { return slots_ * capacity() * width_; }
-  auto table() const { return k3::view(table_.data(), slots_, blocks_); }
+  auto table() const { return k3::view(table_.data(), slots(), size{blocks_}); }
   template <class U>
   auto pages(U* data) const {
     return k3::view(data, slots_ * blocks_, page_size_, width_);
@@ -137,7 +136,7 @@ class MlaKv {
     throw invalid_argument("MlaKv", argument, std::to_string(found), "below " + std::to_string(bound));
   }
   size checked_slot(size slot) const {
-    if (slot >= slots_) refuse("slot", slot, slots_);
+    if (slot >= slots_) refuse("slot", slot, slots());
     return slot;
   }
   size offset(size slot, size position) const {
@@ -151,26 +150,28 @@ class MlaKv {
     const size count = detail::checked_product("MlaKv", "the cache's size", positions, width_);
     detail::require(count < ~size{0} / sizeof(T) / 2, "MlaKv", "the cache's size", count, "an allocatable size");
     memory_.reset(std::calloc(count * sizeof(T) + alignment, 1));
-    if (!memory_) throw std::bad_alloc();
+    if (!memory_) throw out_of_memory("MlaKv", "the cache", count * sizeof(T));
+  }
+  T* data() const {
     const std::uintptr_t address = reinterpret_cast<std::uintptr_t>(memory_.get());
-    data_ = reinterpret_cast<T*>((address + alignment - 1) / alignment * alignment);
+    return reinterpret_cast<T*>((address + alignment - 1) / alignment * alignment);
   }
 
   // Leaves alone what was never written, so that a copy takes no more memory than its original.
   void copy_written(const MlaKv& other) {
     constexpr size chunk = 4096;
     static constexpr unsigned char zeros[chunk] = {};
-    const auto* from = reinterpret_cast<const unsigned char*>(other.data_);
-    auto* to = reinterpret_cast<unsigned char*>(data_);
+    const auto* from = reinterpret_cast<const unsigned char*>(other.data());
+    auto* to = reinterpret_cast<unsigned char*>(data());
     for (size at = 0; at < bytes(); at += chunk) {
       const size count = detail::smaller(chunk, bytes() - at);
       if (std::memcmp(from + at, zeros, count) != 0) std::memcpy(to + at, from + at, count);
     }
   }
 
-  size page_size_ = 0, slots_ = 0, blocks_ = 0, width_ = 0;
+  size page_size_ = 0, width_ = 0;
+  detail::OwnedSize slots_, blocks_;
   std::unique_ptr<void, Free> memory_;
-  T* data_ = nullptr;
   std::vector<id> table_;
   std::vector<size> lengths_;
 };

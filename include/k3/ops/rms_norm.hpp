@@ -6,6 +6,7 @@
 #include <k3/core/overlap.hpp>
 #include <k3/formula/rms_norm.hpp>
 #include <k3/ops/reduce.hpp>
+#include <k3/ops/require_weight.hpp>
 
 namespace k3 {
 
@@ -35,7 +36,7 @@ void rms_norm(const host& exec, const X& x, const Weight& weight, accumulator_t<
   using Acc = accumulator_t<typename X::value_type>;
   const size rows = x.extent(0), count = x.extent(1);
   detail::require_shape("rms_norm", "x", x, rows, count);
-  detail::require(weight.extent(0) == count, "rms_norm", "weight's length", weight.extent(0), count);
+  detail::require_weight("rms_norm", "weight", weight, count);
   detail::require_shape("rms_norm", "out", out, rows, count);
   detail::require_same_or_disjoint("rms_norm", "out", out, "x", x);
   detail::require_disjoint("rms_norm", "out", out, "weight", weight);

@@ -25,13 +25,7 @@ template <host_tensor<2> Gate, host_tensor<2> Up, writable_host_tensor<2> Out>
 void situ_glu_vec(const host& exec, const GluConfig& config, const Gate& gate, const Up& up, const Out& out) {
   using Acc = accumulator_t<typename Gate::value_type>;
   const size rows = gate.extent(0), count = gate.extent(1);
-  const auto usable = [](float cap) { return cap != 0.0f && cap - cap == 0.0f; };
-  if (config.kind == GluConfig::Kind::situ) {
-    detail::require(usable(config.beta), "situ_glu_vec", "beta", config.beta, "finite and not 0");
-    if (config.linear_beta)
-      detail::require(usable(*config.linear_beta), "situ_glu_vec", "linear_beta", *config.linear_beta,
-                      "finite and not 0");
-  }
+  detail::require_caps("situ_glu_vec", config);
   detail::require_shape("situ_glu_vec", "gate", gate, rows, count);
   detail::require_shape("situ_glu_vec", "up", up, rows, count);
   detail::require_shape("situ_glu_vec", "out", out, rows, count);

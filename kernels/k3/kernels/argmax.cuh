@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(Threads) argmax(ArgmaxArguments a) {
   using Reduce = cub::BlockReduce<unsigned long long, Threads>;
   __shared__ typename Reduce::TempStorage scratch;
   __shared__ bool last;
-  wait_for_earlier();
   let_later_start();
+  wait_for_earlier();
   for (size item = blockIdx.x; item < a.rows * a.blocks; item += gridDim.x) {
     const size row = item / a.blocks;
     const unsigned first = static_cast<unsigned>(item % a.blocks) * a.share;

@@ -299,8 +299,8 @@ __global__ void __launch_bounds__(attnres_threads<Blocks, T>(), Blocks == 1 ? 1 
   row.prefetch_sources();
   typename Row::Weights weights;
   row.read_weights(weights);
-  wait_for_earlier();
   let_later_start();
+  wait_for_earlier();
   Eight<T> source[attnres_kept];
   row.read_sources(source);
   row.use_weights(weights);
@@ -329,8 +329,8 @@ template <class T>
 __global__ void __launch_bounds__(attnres_any_threads) attnres_norm_any(const __grid_constant__ AttnResArguments<T> a) {
   __shared__ float scratch[attnres_any_threads / 32 + 1], probs[attnres_most_sources];
   const unsigned sources = a.stored + 1, first = threadIdx.x * 8, step = attnres_any_threads * 8;
-  wait_for_earlier();
   let_later_start();
+  wait_for_earlier();
   for (size row = blockIdx.x; row < a.rows; row += gridDim.x) {
     SoftmaxSum<float> softmax;
     for (unsigned j = 0; j < sources; ++j) {

@@ -6,8 +6,8 @@
 // Products of the chosen experts' matrices with the rows that chose them, for weights of any layout on any tensor
 // cores. A tile is an item of the work list and 16 rows of weights (8 of w1 and the same 8 of w3, or 16 of w2) on the M
 // side, the item's rows on the N side, 8 at a time. A warp does a tile. The order of a row's sum is that of
-// expert_stream.cuh, whatever else is in the item: K in pieces of 256 columns, each summed from zero in steps of the
-// tensor cores, and the pieces added in order.
+// expert_stream.cuh, whatever else is in the item: products of 16 columns go to two sums in turn, from zero, in order
+// of K, and the two are added in the end.
 namespace k3::kernel {
 
 inline constexpr unsigned expert_threads = 128, expert_warps = expert_threads / 32;
@@ -15,7 +15,6 @@ inline constexpr unsigned expert_depth = 4;  ///< steps of weights that a warp h
 
 template <class X>
 struct ExpertGemmArguments {
-  const ExpertPointers* table = nullptr;
   const ExpertItem* items = nullptr;
   const unsigned* item_count = nullptr;
   const unsigned* order = nullptr;
@@ -34,6 +33,12 @@ struct ExpertGemmArguments {
     const unsigned place = item.first + token;
     return x + static_cast<size>(Glu ? order[place] / k : place) * x_stride;
   }
+  __device__ __forceinline__ X activated(float gate, float up) const {
+    if constexpr (sizeof(X) == 2)
+      return X(glu.rounded_soon(gate, up));
+    else
+      return glu(gate, up);
+  }
   /// Stores what one row of weights (gate and up: of each matrix) gave for a token.
   template <bool Glu>
   __device__ __forceinline__ void store(const ExpertItem& item, unsigned token, unsigned row, float value,
@@ -41,7 +46,7 @@ struct ExpertGemmArguments {
     const unsigned place = item.first + token;
     if constexpr (Glu) {
       X* const to = out + static_cast<size>(place) * out_stride;
-      to[row_place(out_order, row)] = X(glu(float(X(value)), float(X(up))));
+      to[row_place(out_order, row)] = activated(float(X(value)), float(X(up)));
       if (row + 1 == rows)  // what the next product reads beyond the row, and multiplies by 0
         for (unsigned k = rows; k < padded_rows; ++k) to[row_place(out_order, k)] = X(0.0f);
     } else {
@@ -54,9 +59,8 @@ struct ExpertGemmArguments {
 template <class Weights, bool Glu, int Tiles>
 __device__ __forceinline__ void expert_tile(const ExpertGemmArguments<bf16>& a, const ExpertItem& item,
                                             unsigned first_row) {
-  constexpr unsigned piece = piece_columns / Weights::step;
   const unsigned lane = threadIdx.x % 32, last = a.rows - 1, row = first_row + lane / 4;
-  const ExpertPointers& e = a.table[item.expert];
+  const ExpertPointers& e = item.weights;
   const Weights low(Glu ? e.w1 : e.w2, Glu ? e.scale1 : e.scale2, detail::smaller(row, last), a.columns, lane);
   const Weights high(Glu ? e.w3 : e.w2, Glu ? e.scale3 : e.scale2, detail::smaller(Glu ? row : row + 8, last),
                      a.columns, lane);
@@ -68,24 +72,22 @@ __device__ __forceinline__ void expert_tile(const ExpertGemmArguments<bf16>& a, 
 #pragma unroll
   for (unsigned tile = 0; tile < Tiles; ++tile)  // columns beyond the item's rows repeat its last and are not stored
     x[tile] = a.template input<Glu>(item, detail::smaller(tile * 8 + lane / 4, item.count - 1)) + lane % 4 * 8;
-  float sum[Tiles][4] = {}, part[Tiles][4] = {};
+  float sum[Tiles][2][4] = {};
   for (unsigned from = 0; from < end; from += expert_depth) {
 #pragma unroll
     for (unsigned d = 0; d < expert_depth; ++d) {
       if (from + d >= end) break;
-      Weights::template multiply<Tiles>(part, l[d], h[d], x, from + d, item.count);
+      Weights::template multiply<Tiles>(sum, l[d], h[d], x, from + d, item.count);
       l[d] = low.load(from + d + expert_depth, end);
       h[d] = high.load(from + d + expert_depth, end);
-      if ((from + d + 1) % piece != 0 && from + d + 1 != end) continue;
-#pragma unroll
-      for (int i = 0; i < Tiles * 4; ++i) sum[i / 4][i % 4] += part[i / 4][i % 4], part[i / 4][i % 4] = 0;
     }
   }
 #pragma unroll
   for (int i = 0; i < Tiles * 2; ++i) {
     const unsigned token = i / 2 * 8 + lane % 4 * 2 + i % 2;
     if (token >= item.count || row >= a.rows) continue;
-    const float value = sum[i / 2][i % 2], other = sum[i / 2][2 + i % 2];
+    const float(&both)[2][4] = sum[i / 2];
+    const float value = both[0][i % 2] + both[1][i % 2], other = both[0][2 + i % 2] + both[1][2 + i % 2];
     a.template store<Glu>(item, token, row, value, other);
     if (!Glu && row + 8 < a.rows) a.template store<Glu>(item, token, row + 8, other, 0);
   }

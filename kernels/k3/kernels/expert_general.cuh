@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(expert_general_threads)
     const ExpertItem item = a.items[tile / units];
     const unsigned row = tile % units * unit + threadIdx.x / 32;
     if (row >= a.rows) continue;
-    const ExpertPointers& e = a.table[item.expert];
+    const ExpertPointers& e = item.weights;
     for (unsigned token = 0; token < item.count; token += expert_general_tokens) {
       const X* x[expert_general_tokens];
 #pragma unroll

@@ -7,9 +7,9 @@
 // cores take them.
 //
 // A matrix is cut into slabs of 8 rows (8 * columns / 2 bytes of codes, 8 * columns / 32 of scales, contiguous in both
-// layouts) and a slab into pieces of 256 columns: eight blocks of 32 in each row. With block b = 4 * step + c:
-//   codes of a piece   [step 2][row 8][c 4][16 bytes]   lane 4 * row + c of a warp has 16 bytes of a contiguous 512
-//   scales of a piece  [row 8][c 4][step 2]             and its two scales are neighbours
+// layouts) and a slab into pieces of 512 columns: 16 blocks of 32 in each row. With block b = 4 * step + c:
+//   codes of a piece   [step 4][row 8][c 4][16 bytes]   lane 4 * row + c of a warp has 16 bytes of a contiguous 512
+//   scales of a piece  [row 8][c 4][step 4]             and its four scales are a word
 // In each 32-bit word (eight codes) the bits are permuted. A pair is codes i and i + 4, of which a tensor core takes
 // two bf16: sign at bit 15, the other three bits at 8 to 6, which is 2^-126 times the code's value. With
 // m = 0x81c081c0,
@@ -19,7 +19,7 @@
 // 16 bits, so that a fifth shift of the word is needed and one pair has to be put together from two.
 namespace k3::kernel {
 
-inline constexpr unsigned slab_rows = 8, piece_columns = 256;
+inline constexpr unsigned slab_rows = 8, piece_columns = 512;
 inline constexpr unsigned piece_code_bytes = slab_rows * piece_columns / 2;
 inline constexpr unsigned piece_scale_bytes = slab_rows * piece_columns / 32;
 
@@ -38,33 +38,49 @@ K3_HOST_DEVICE constexpr unsigned unpack_codes(unsigned w) {
 
 /// Where block `block` of row `row` of a slab lies among the slab's pieces of 16 bytes, and where its scale.
 K3_HOST_DEVICE constexpr unsigned packed_codes_at(unsigned row, unsigned block) {
-  return block / 8 * 64 + block / 4 % 2 * 32 + row * 4 + block % 4;
+  return block / 4 * 32 + row * 4 + block % 4;
 }
 K3_HOST_DEVICE constexpr unsigned packed_scale_at(unsigned row, unsigned block) {
-  return block / 8 * 64 + (row * 4 + block % 4) * 2 + block / 4 % 2;
+  return block / 16 * 128 + (row * 4 + block % 4) * 4 + block / 4 % 4;
 }
 
-/// Rewrites one slab of one expert a block, through shared memory, and notes experts with a scale above 128.
+/// A few experts as an argument of a kernel.
+inline constexpr unsigned expert_list_most = 64;
+struct ExpertList {
+  ExpertPointers of[expert_list_most];
+  unsigned count;
+};
+struct ExpertEntries {
+  ExpertList list;
+  unsigned expert[expert_list_most];
+};
+
+/// One block: entry `expert[i]` of a table becomes `list.of[i]`.
+static __global__ void __launch_bounds__(expert_list_most)
+    set_experts(const __grid_constant__ ExpertEntries entries, ExpertPointers* table) {
+  if (threadIdx.x < entries.list.count) table[entries.expert[threadIdx.x]] = entries.list.of[threadIdx.x];
+}
+
+/// Shared memory of a block that repacks: a slab with its scales.
+inline unsigned repack_shared(unsigned hidden, unsigned width) {
+  return slab_rows * detail::larger(hidden, width) / 32 * 17;
+}
+
+/// Rewrites a slab of an expert, numbered through w1, w3 and w2, through shared memory.
 template <bool Pack>
-__global__ void __launch_bounds__(256) repack_slabs(ExpertPointers* table, unsigned hidden, unsigned width) {
+__device__ __forceinline__ void repack_slab(const ExpertPointers& e, unsigned number, unsigned hidden, unsigned width) {
   extern __shared__ uint4 slab[];
-  ExpertPointers& e = table[blockIdx.y];
   if (e.w1 == nullptr) return;
-  const unsigned of_up = hidden / slab_rows, matrix = detail::smaller(blockIdx.x / of_up, 2u);
-  const unsigned number = blockIdx.x - matrix * of_up, blocks = (matrix == 2 ? hidden : width) / 32;
-  const unsigned pieces = slab_rows * blocks;
+  const unsigned of_up = hidden / slab_rows, matrix = detail::smaller(number / of_up, 2u);
+  const unsigned blocks = (matrix == 2 ? hidden : width) / 32, pieces = slab_rows * blocks;
   const void* const codes = matrix == 0 ? e.w1 : matrix == 1 ? e.w3 : e.w2;
   const std::uint8_t* const scales = matrix == 0 ? e.scale1 : matrix == 1 ? e.scale3 : e.scale2;
-  uint4* const codes_at = static_cast<uint4*>(const_cast<void*>(codes)) + static_cast<size>(number) * pieces;
-  std::uint8_t* const scales_at = const_cast<std::uint8_t*>(scales) + static_cast<size>(number) * pieces;
+  const size first = static_cast<size>(number - matrix * of_up) * pieces;
+  uint4* const codes_at = static_cast<uint4*>(const_cast<void*>(codes)) + first;
+  std::uint8_t* const scales_at = const_cast<std::uint8_t*>(scales) + first;
   std::uint8_t* const slab_scales = reinterpret_cast<std::uint8_t*>(slab + pieces);
-  bool large = false;
-  for (unsigned i = threadIdx.x; i < pieces; i += 256) {
-    slab[i] = codes_at[i];
-    slab_scales[i] = scales_at[i];
-    large = large || slab_scales[i] > 128;
-  }
-  if (__syncthreads_or(large) && threadIdx.x == 0) atomicOr(&e.large_scales, 1u);
+  for (unsigned i = threadIdx.x; i < pieces; i += 256) slab[i] = codes_at[i], slab_scales[i] = scales_at[i];
+  __syncthreads();
   for (unsigned i = threadIdx.x; i < pieces; i += 256) {
     const unsigned row = i / blocks, block = i % blocks;
     if constexpr (Pack) {
@@ -77,6 +93,17 @@ __global__ void __launch_bounds__(256) repack_slabs(ExpertPointers* table, unsig
       scales_at[i] = slab_scales[packed_scale_at(row, block)];
     }
   }
+}
+
+/// Block (s, e): slab s of expert e of a table, or of a list.
+template <bool Pack>
+__global__ void __launch_bounds__(256) repack_table(const ExpertPointers* table, unsigned hidden, unsigned width) {
+  repack_slab<Pack>(table[blockIdx.y], blockIdx.x, hidden, width);
+}
+template <bool Pack>
+__global__ void __launch_bounds__(256)
+    repack_listed(const __grid_constant__ ExpertList list, unsigned hidden, unsigned width) {
+  repack_slab<Pack>(list.of[blockIdx.y], blockIdx.x, hidden, width);
 }
 
 }  // namespace k3::kernel

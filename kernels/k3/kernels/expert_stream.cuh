@@ -3,322 +3,313 @@
 
 #include <k3/kernels/expert_weights.cuh>
 
-// Both products of all chosen experts in one kernel, for packed MXFP4 experts. One block an SM stays and streams tiles
-// of 16 rows of weights by all of K (8 of w1 and the same 8 of w3; then 16 of w2) through a ring in shared memory:
-//   the copier (one thread) takes tiles, waits for a free stage and starts four bulk copies, up to `stages` tiles
-//     ahead, across experts and from the first product into the second, whose weights do not depend on its rows;
-//   multipliers (a warp for each piece of 256 columns of K) hold their columns of the rows in registers as long as the
-//     item stays, expand their part of the tile and multiply;
-//   adders (two warps, tiles in turn) add the pieces in order, apply the activation and store.
-// Tiles are handed out by a counter, large parts first: no block waits for one that has not started, and a slow SM
-// takes fewer. The second product's multipliers wait for the tiles of the first that make their rows.
+// Both products of all chosen experts in one kernel, for packed MXFP4 experts. One block an SM stays. A unit is an item
+// of the work list and 16 rows of weights (8 of w1 and the same 8 of w3; then 16 of w2) by all of K; a warp does a unit
+// alone, and the next one right behind it: while it multiplies a chunk of 512 columns, the next chunk, of this unit or
+// the next, is on its way into the same registers. Each block has an equal run of the units of either product, so that
+// its warps share rows of x in the L1 cache and say rarely, for many units at once, that they are done.
 namespace k3::kernel {
 
-inline constexpr unsigned stream_adders = 2, stream_other_warps = 1 + stream_adders;
-inline constexpr unsigned stream_pieces = 14;  ///< most pieces of K: warps that multiply
-inline constexpr unsigned stream_threads = 32 * (stream_other_warps + stream_pieces);
-inline constexpr unsigned stream_sums = 4;    ///< tiles whose pieces wait to be added
-inline constexpr unsigned stream_jobs = 16;   ///< tiles that are somewhere between copier and adders, at most
-inline constexpr unsigned stream_stages = 6;  ///< most tiles between copier and multipliers
+inline constexpr unsigned stream_warps = 16, stream_threads = 32 * stream_warps;
+inline constexpr unsigned stream_steps = piece_columns / 128;  ///< of 128 columns in a chunk, which is a piece
+inline constexpr unsigned small_choices = 32;                  ///< so many are listed by the products' kernel itself
+inline constexpr unsigned stream_none = ~0u;
 
 struct ExpertStreamArguments {
-  const ExpertPointers* table = nullptr;
-  const ExpertItem* items = nullptr;
-  const unsigned* item_count = nullptr;
-  const unsigned* order = nullptr;
-  unsigned* ready = nullptr;    ///< by item: tiles of the first product that are done
-  unsigned* tickets = nullptr;  ///< by product
-  const bf16* x = nullptr;      ///< [rows, width], RowOrder::e2m1
-  bf16* mid = nullptr;          ///< [choices, hidden] by place, RowOrder::e2m1
-  bf16* y = nullptr;            ///< [choices, width]
-  unsigned width = 0, hidden = 0, k = 0;
-  unsigned stages = 0;
+  WorklistArguments list{};      ///< small: as for build_small_worklist; otherwise items, item_count and order are read
+  const bf16* latent = nullptr;  ///< small: [rows, width]
+  size latent_stride = 0;
+  const bf16* x = nullptr;    ///< not small: [rows, width], RowOrder::e2m1
+  bf16* mid = nullptr;        ///< [choices, hidden] by place, RowOrder::e2m1
+  bf16* y = nullptr;          ///< [choices, width]
+  unsigned* ready = nullptr;  ///< by item: units of the first product that are done
+  unsigned* done = nullptr;   ///< such units of all items
+  unsigned width = 0, hidden = 0;
   LinearGlu glu{};
-
-  /// A stage holds the codes of two slabs, then their scales, each with room for the longer rows.
-  __host__ __device__ unsigned columns() const { return width > hidden ? width : hidden; }
-  __host__ __device__ unsigned slab_codes() const { return columns() * (slab_rows / 2); }
-  __host__ __device__ unsigned slab_scales() const { return columns() / (32 / slab_rows); }
-  __host__ __device__ unsigned stage_bytes() const { return 2 * (slab_codes() + slab_scales()); }
 };
 
-/// A tile on its way through a block.
-struct __align__(16) StreamJob {
-  unsigned rows;  ///< of x, for whom: 2 * item + product (0 gate and up, 1 down), or stream_end
-  unsigned first, count;
-  unsigned row;  ///< of the weights, the first; its highest bit: a scale may be above 128
-
-  __device__ __forceinline__ unsigned item() const { return rows / 2; }
-  __device__ __forceinline__ unsigned product() const { return rows % 2; }
-  __device__ __forceinline__ bool large() const { return row >> 31 != 0; }
-};
-inline constexpr unsigned stream_end = ~0u;
-
-struct StreamShared {
-  ExpertBarrier full[stream_stages], empty[stream_stages];  ///< of a stage
-  ExpertBarrier added[stream_sums], summed[stream_sums];    ///< of a tile's pieces: free again; all there
-  StreamJob jobs[stream_jobs];
-  float4 sums[stream_sums][stream_pieces][32];
+/// What a block reads work from: global memory, or in a small call the block's own.
+struct StreamWork {
+  const ExpertItem* items;
+  const unsigned* order;
+  const bf16* x;
+  unsigned item_count;
 };
 
-/// Counts through a ring, with the parity of the round.
-template <unsigned Size>
-struct RingPlace {
-  unsigned at = 0, parity = 0;
-  __device__ __forceinline__ void next(unsigned size = Size) {
-    if (++at == size) at = 0, parity ^= 1;
+struct StreamUnit {
+  const std::uint8_t *low, *high, *low_scale, *high_scale;  ///< from the first column on, for this lane
+  unsigned head, parts;                                     ///< the expert's first item, and how many it has
+  unsigned row, first, count;  ///< first row of weights, choices; before `settle` the number of the unit, ...
+  unsigned choice;             ///< first product: the lane's
+  bool exists, down, ready;
+};
+
+__device__ __forceinline__ unsigned scale_byte(unsigned word, unsigned step) {
+  return __byte_perm(word, 0, 0x4440 | step);
+}
+
+/// sum += 128 columns of 16 rows times x, each word's first product into one sum and its second into the other.
+/// `Large`: a scale may be above 128.
+template <bool Large>
+__device__ __forceinline__ void stream_step(float (&sum)[2][4], const uint4& low, const uint4& high, unsigned low_scale,
+                                            unsigned high_scale, const bf16* x) {
+  uint4 v[4];
+#pragma unroll
+  for (unsigned q = 0; q < 4; ++q) v[q] = *reinterpret_cast<const uint4*>(x + q * 32);
+  const auto scale_of = [](unsigned s) { return Large ? E8m0Pair::any(s) : E8m0Pair{E8m0Pair::small(s), 0}; };
+  const E8m0Pair low_pair = scale_of(low_scale), high_pair = scale_of(high_scale);
+  const unsigned low_word[4] = {low.x, low.y, low.z, low.w}, high_word[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+  for (unsigned q = 0; q < 4; ++q) {
+    unsigned p[4], r[4];
+    multiply_word<true, Large>(p, r, low_word[q], high_word[q], low_pair, high_pair);
+    multiply_add(sum[0], p[0], r[0], p[1], r[1], v[q].x, v[q].y);
+    multiply_add(sum[1], p[2], r[2], p[3], r[3], v[q].z, v[q].w);
   }
-};
+}
 
-/// The copier: hands out tiles.
-struct StreamCopier {
+struct StreamWorker {
   const ExpertStreamArguments& a;
-  StreamShared& s;
-  std::uint8_t* ring;
-  RingPlace<stream_stages> stage{};
-  unsigned job = 0, item_index = ~0u;
-  ExpertItem item{};
-  ExpertPointers expert{};
+  const StreamWork& work;
+  const unsigned lane, gate_units, down_units;  ///< of an item
+  const unsigned gate, total;
+  bool all_done = false;
 
-  __device__ __forceinline__ void put(const StreamJob& j, const void* low, const void* high, const void* low_scale,
-                                      const void* high_scale, unsigned columns) {
-    s.empty[stage.at].wait(stage.parity ^ 1);
-    s.jobs[job] = j;
-    job = (job + 1) % stream_jobs;
-    const unsigned codes = slab_rows * columns / 2, scales = slab_rows * columns / 32;
-    std::uint8_t* const at = ring + stage.at * a.stage_bytes();
-    std::uint8_t* const scale_at = at + 2 * a.slab_codes();
-    ExpertBarrier& full = s.full[stage.at];
-    full.arrive_expecting(2 * (codes + scales));
-    expert_copy(at, low, codes, full);
-    expert_copy(at + a.slab_codes(), high, codes, full);
-    expert_copy(scale_at, low_scale, scales, full);
-    expert_copy(scale_at + a.slab_scales(), high_scale, scales, full);
-    stage.next(a.stages);
+  __device__ StreamWorker(const ExpertStreamArguments& arguments, const StreamWork& w)
+      : a(arguments),
+        work(w),
+        lane(threadIdx.x % 32),
+        gate_units(a.hidden / 8),
+        down_units(a.width / 16),
+        gate(w.item_count * gate_units),
+        total(w.item_count * (gate_units + down_units)) {}
+
+  /// The unit that this warp does in a round: of the block's share of the first product, then of the second.
+  __device__ __forceinline__ unsigned number(unsigned round) const {
+    unsigned own = round * stream_warps + threadIdx.x / 32;
+    const unsigned first = share(gate, blockIdx.x), of_gate = share(gate, blockIdx.x + 1) - first;
+    if (own < of_gate) return first + own;
+    own -= of_gate;
+    const unsigned down = total - gate, second = share(down, blockIdx.x);
+    return own < share(down, blockIdx.x + 1) - second ? gate + second + own : stream_none;
+  }
+  /// Where block `block` begins in so many units.
+  static __device__ __forceinline__ unsigned share(unsigned units, unsigned block) {
+    return static_cast<unsigned>(static_cast<unsigned long long>(units) * block / gridDim.x);
   }
 
-  /// Tile `unit` of a product: an expert's tiles in order, each for all items of the expert.
-  __device__ __forceinline__ void tile(unsigned product, unsigned unit, unsigned tiles) {
-    if (unit / tiles != item_index) {
-      item_index = unit / tiles;
-      item = a.items[item_index];
-      expert = a.table[item.expert];
+  /// Begins to load what says where a unit is.
+  __device__ __forceinline__ void find(StreamUnit& u, unsigned number) const {
+    u.exists = number != stream_none;
+    if (!u.exists) return;
+    u.down = number >= gate;
+    const unsigned units = u.down ? down_units : gate_units, own = u.down ? number - gate : number;
+    const ExpertItem& item = work.items[own / units];
+    const ExpertPointers& e = item.weights;
+    const void* const low = u.down ? e.w2 : e.w1;
+    u.low = static_cast<const std::uint8_t*>(low), u.low_scale = u.down ? e.scale2 : e.scale1;
+    u.high = static_cast<const std::uint8_t*>(e.w3), u.high_scale = e.scale3;
+    u.head = item.head, u.parts = item.items, u.row = own, u.first = item.first, u.count = item.count;
+  }
+
+  /// Finds it: an expert's units in order, each for all items of the expert.
+  __device__ __forceinline__ void settle(StreamUnit& u) {
+    if (!u.exists) return;
+    unsigned tile = u.row - u.head * (u.down ? down_units : gate_units);
+    if (u.parts > 1) {
+      const ExpertItem& item = work.items[u.head + tile % u.parts];
+      u.first = item.first, u.count = item.count, tile /= u.parts;
     }
-    unsigned tile = unit - item.head * tiles, part = 0;
-    ExpertItem own = item;
-    if (item.items > 1) {
-      part = tile % item.items, tile /= item.items;
-      own = a.items[item.head + part];
-    }
-    const unsigned columns = product == 0 ? a.width : a.hidden;
+    const unsigned columns = u.down ? a.hidden : a.width;
     const size codes = slab_rows * columns / 2, scales = slab_rows * columns / 32;
-    const StreamJob j{2 * (item.head + part) + product, own.first, own.count,
-                      tile * (product == 0 ? 8 : 16) | expert.large_scales << 31};
-    const auto bytes = [](const void* p) { return static_cast<const std::uint8_t*>(p); };
-    if (product == 0) {
-      put(j, bytes(expert.w1) + tile * codes, bytes(expert.w3) + tile * codes, expert.scale1 + tile * scales,
-          expert.scale3 + tile * scales, columns);
-    } else {
-      const std::uint8_t* const low = bytes(expert.w2) + 2 * tile * codes;
-      const std::uint8_t* const low_scale = expert.scale2 + 2 * tile * scales;
-      put(j, low, low + codes, low_scale, low_scale + scales, columns);
-    }
+    const unsigned slab = u.down ? 2 * tile : tile;
+    u.low += slab * codes + lane * 16, u.low_scale += slab * scales + lane * 4;
+    if (u.down)
+      u.high = u.low + codes, u.high_scale = u.low_scale + scales;
+    else
+      u.high += slab * codes + lane * 16, u.high_scale += slab * scales + lane * 4;
+    u.row = slab * slab_rows;
+    u.choice = u.down ? 0 : work.order[place(u)];
+    if (u.down && !all_done) all_done = __all_sync(full_warp, expert_acquire(a.done) == gate);
+    u.ready = !u.down || all_done || is_ready(u);
+  }
+  /// Of the lane's column of x: a row of x; beyond the item's, the last again.
+  __device__ __forceinline__ unsigned place(const StreamUnit& u) const {
+    return u.first + detail::smaller(lane / 4, u.count - 1);
   }
 
-  __device__ __forceinline__ void run() {
-    const unsigned items = *a.item_count, blocks = gridDim.x;
-    for (unsigned product = 0; product < 2; ++product) {
-      const unsigned tiles = product == 0 ? a.hidden / 8 : a.width / 16, total = items * tiles;
-      // seven eighths in one part for each block, the rest in small ones
-      const unsigned first = total - total / 8, small = detail::larger(1u, (total - first) / (blocks * 4));
-      const auto edge = [&](unsigned ticket) {
-        if (ticket <= blocks) return static_cast<unsigned>(static_cast<unsigned long long>(first) * ticket / blocks);
-        const unsigned long long at = first + static_cast<unsigned long long>(ticket - blocks) * small;
-        return static_cast<unsigned>(at < total ? at : total);
-      };
-      for (;;) {
-        const unsigned ticket = atomicAdd(a.tickets + product, 1u);
-        const unsigned from = edge(ticket), to = edge(ticket + 1);
-        if (from >= total) break;
-        for (unsigned unit = from; unit < to; ++unit) tile(product, unit, tiles);
-      }
-      item_index = ~0u;
-    }
-    s.empty[stage.at].wait(stage.parity ^ 1);
-    for (unsigned i = 0; i < stream_adders; ++i) s.jobs[(job + i) % stream_jobs].rows = stream_end;
-    s.full[stage.at].arrive();
-  }
-};
-
-/// A multiplier's columns of an item's rows, as the tensor cores take them.
-struct StreamRows {
-  uint4 x[2][4];
-
-  __device__ __forceinline__ void load(const ExpertStreamArguments& a, const StreamJob& j, unsigned piece,
-                                       unsigned lane) {
-    if (j.product() == 1) {
-      if (lane == 0) expert_acquire(a.ready + j.item(), a.hidden / 8);
-      __syncwarp();
-    }
-    const size place = j.first + detail::smaller(lane / 4, j.count - 1);  // the last row again, where there are less
-    const bf16* const from =
-        j.product() == 0 ? a.x + static_cast<size>(a.order[place] / a.k) * a.width : a.mid + place * a.hidden;
-#pragma unroll
-    for (int i = 0; i < 8; ++i)
-      x[i / 4][i % 4] = *reinterpret_cast<const uint4*>(from + piece * piece_columns + i * 32 + lane % 4 * 8);
-  }
-};
-
-/// A multiplier's part of a tile.
-struct StreamPiece {
-  uint4 low[2], high[2];
-  unsigned low_scale, high_scale;  ///< of both steps
-
-  /// `codes` and `scales`: the lane's in the lower slab; the other slab's are so many bytes further.
-  __device__ __forceinline__ void load(const std::uint8_t* codes, const std::uint8_t* scales, unsigned other_codes,
-                                       unsigned other_scales) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      low[i] = *reinterpret_cast<const uint4*>(codes + i * (piece_code_bytes / 2));
-      high[i] = *reinterpret_cast<const uint4*>(codes + other_codes + i * (piece_code_bytes / 2));
-    }
-    low_scale = *reinterpret_cast<const unsigned short*>(scales);
-    high_scale = *reinterpret_cast<const unsigned short*>(scales + other_scales);
+  __device__ __forceinline__ bool is_ready(const StreamUnit& u) const {
+    return __all_sync(full_warp, expert_acquire(a.ready + u.head) == gate_units * u.parts);
   }
 
-  template <bool Large>
-  __device__ __forceinline__ void multiply(float (&sum)[4], const StreamRows& rows) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const auto scale_of = [&](unsigned both) {
-        const unsigned scale = i == 0 ? both & 255 : both >> 8;
-        return Large ? E8m0Pair::any(scale) : E8m0Pair{E8m0Pair::small(scale), 0};
-      };
-      const E8m0Pair l = scale_of(low_scale), h = scale_of(high_scale);
-      const unsigned low_word[4] = {low[i].x, low[i].y, low[i].z, low[i].w};
-      const unsigned high_word[4] = {high[i].x, high[i].y, high[i].z, high[i].w};
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        unsigned p[4], r[4];
-        multiply_word<true, Large>(p, r, low_word[q], high_word[q], l, h);
-        const uint4& v = rows.x[i][q];
-        multiply_add(sum, p[0], r[0], p[1], r[1], v.x, v.y);
-        multiply_add(sum, p[2], r[2], p[3], r[3], v.z, v.w);
-      }
-    }
+  __device__ __forceinline__ const bf16* input(const StreamUnit& u) const {
+    const bf16* const row = u.down ? a.mid + static_cast<size>(place(u)) * a.hidden
+                                   : work.x + static_cast<size>(u.choice / a.list.k) * a.width;
+    return row + lane % 4 * 8;
   }
-};
 
-__device__ __forceinline__ void stream_multiply(const ExpertStreamArguments& a, StreamShared& s,
-                                                const std::uint8_t* ring, unsigned piece, unsigned lane) {
-  const bool in_width = piece * piece_columns < a.width, in_hidden = piece * piece_columns < a.hidden;
-  const unsigned other_codes = a.slab_codes(), other_scales = a.slab_scales(), stage_bytes = a.stage_bytes();
-  const std::uint8_t* const codes = ring + piece * piece_code_bytes + lane * 16;
-  const std::uint8_t* const scales = ring + 2 * other_codes + piece * piece_scale_bytes + lane * 2;
-  RingPlace<stream_stages> stage;
-  RingPlace<stream_sums> sums;
-  StreamRows rows;
-  unsigned own_rows = stream_end;
-  for (unsigned job = 0;; job = (job + 1) % stream_jobs) {
-    s.full[stage.at].wait(stage.parity);
-    const StreamJob j = s.jobs[job];
-    if (j.rows == stream_end) break;
-    const bool mine = j.product() == 0 ? in_width : in_hidden;
-    StreamPiece own;
-    if (mine) own.load(codes + stage.at * stage_bytes, scales + stage.at * stage_bytes, other_codes, other_scales);
-    __syncwarp();
-    if (lane == 0) s.empty[stage.at].arrive();
-    stage.next(a.stages);
-    if (mine) {
-      if (j.rows != own_rows) rows.load(a, j, piece, lane);
-      own_rows = j.rows;
-      float sum[4] = {};
-      if (j.large())
-        own.multiply<true>(sum, rows);
-      else
-        own.multiply<false>(sum, rows);
-      s.added[sums.at].wait(sums.parity ^ 1);
-      if (lane % 4 * 2 < j.count) s.sums[sums.at][piece][lane] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-      __syncwarp();
-    } else {
-      s.added[sums.at].wait(sums.parity ^ 1);
-    }
-    if (lane == 0) s.summed[sums.at].arrive();
-    sums.next();
-  }
-  for (unsigned i = 0; i < stream_adders; ++i, sums.next()) {
-    s.added[sums.at].wait(sums.parity ^ 1);
-    if (lane == 0) s.summed[sums.at].arrive();
-  }
-}
-
-/// Pieces in order, from zero.
-__device__ __forceinline__ void stream_total(float (&sum)[4], const float4 (&of_tile)[stream_pieces][32],
-                                             unsigned pieces, unsigned lane) {
-#pragma unroll
-  for (unsigned p = 0; p < stream_pieces; ++p) {
-    if (p >= pieces) break;
-    const float4 v = of_tile[p][lane];
-    sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-  }
-}
-
-__device__ __forceinline__ void stream_add(const ExpertStreamArguments& a, StreamShared& s, unsigned adder,
-                                           unsigned lane) {
-  RingPlace<stream_sums> sums;
-  sums.at = adder;
-  for (unsigned job = adder;; job = (job + stream_adders) % stream_jobs) {
-    s.summed[sums.at].wait(sums.parity);
-    const StreamJob j = s.jobs[job];
-    if (j.rows == stream_end) return;
-    float sum[4] = {};
-    if (lane % 4 * 2 < j.count)
-      stream_total(sum, s.sums[sums.at], (j.product() == 0 ? a.width : a.hidden) / piece_columns, lane);
-    __syncwarp();
-    if (lane == 0) s.added[sums.at].arrive();
-    for (unsigned i = 0; i < stream_adders; ++i) sums.next();
-    const unsigned row = (j.row & ~(1u << 31)) + lane / 4;
+  __device__ __forceinline__ void store(const StreamUnit& u, const float (&sum)[4]) const {
+    const unsigned row = u.row + lane / 4;
 #pragma unroll
     for (unsigned i = 0; i < 2; ++i) {
       const unsigned token = lane % 4 * 2 + i;
-      if (token >= j.count) continue;
-      const size place = j.first + token;
-      if (j.product() == 0) {
-        const float gate = float(bf16(sum[i])), up = float(bf16(sum[2 + i]));
-        a.mid[place * a.hidden + row_place(RowOrder::e2m1, row)] = bf16(a.glu(gate, up));
-      } else {
-        bf16* const to = a.y + static_cast<size>(a.order[place]) * a.width + row;
+      if (token >= u.count) continue;
+      const size place = u.first + token;
+      if (u.down) {
+        bf16* const to = a.y + static_cast<size>(work.order[place]) * a.width + row;
         to[0] = bf16(sum[i]), to[8] = bf16(sum[2 + i]);
+      } else {
+        const float value = a.glu.rounded_soon(float(bf16(sum[i])), float(bf16(sum[2 + i])));
+        a.mid[place * a.hidden + row_place(RowOrder::e2m1, row)] = bf16(value);
       }
     }
-    if (j.product() != 0) continue;
+  }
+
+  /// The sums of a unit that has a scale above 128, all anew: so rare that the fast loop does not ask.
+  __device__ __forceinline__ void multiply_large(float (&sum)[2][4], unsigned number) {
+    StreamUnit u;
+    find(u, number);
+    settle(u);
+    const bf16* x = input(u);
+#pragma unroll
+    for (float(&chain)[4] : sum)
+#pragma unroll
+      for (float& s : chain) s = 0;
+#pragma unroll 1
+    for (unsigned chunk = 0, chunks = (u.down ? a.hidden : a.width) / piece_columns; chunk < chunks; ++chunk) {
+#pragma unroll 1
+      for (unsigned step = 0; step < stream_steps; ++step) {
+        const uint4 low = load_streaming(u.low + step * 512), high = load_streaming(u.high + step * 512);
+        stream_step<true>(sum, low, high, u.low_scale[step], u.high_scale[step], x + step * 128);
+      }
+      x += piece_columns, u.low += piece_code_bytes, u.high += piece_code_bytes;
+      u.low_scale += piece_scale_bytes, u.high_scale += piece_scale_bytes;
+    }
+  }
+
+  /// Says that this warp's last units of an expert's first product are done. Waits for all that the warp loads, so not
+  /// after each.
+  __device__ __forceinline__ void release(unsigned head, unsigned units) const {
     __syncwarp();
-    if (lane == 0) expert_release(a.ready + j.item());
+    if (lane != 0) return;
+    expert_fence();
+    expert_count(a.ready + head, units);
+    expert_count(a.done, units);
+  }
+
+  __device__ __forceinline__ void run();
+};
+
+/// A chunk of weights in registers, and where the next one comes from.
+struct StreamRing {
+  const std::uint8_t *low, *high, *low_scale, *high_scale;
+  uint4 l[stream_steps], h[stream_steps];
+  unsigned next_low_scale = 0, next_high_scale = 0;  ///< of the steps, a byte each
+  bool on = true;
+
+  __device__ __forceinline__ void begin(const StreamUnit& u) {
+    on = u.exists;
+    low = u.low, high = u.high, low_scale = u.low_scale, high_scale = u.high_scale;
+  }
+  __device__ __forceinline__ void load_scales() {
+    if (on) next_low_scale = load_streaming_word(low_scale), next_high_scale = load_streaming_word(high_scale);
+  }
+  __device__ __forceinline__ void load(unsigned step) {
+    if (on) l[step] = load_streaming(low + step * 512), h[step] = load_streaming(high + step * 512);
+  }
+  __device__ __forceinline__ void advance() {
+    low += piece_code_bytes, high += piece_code_bytes;
+    low_scale += piece_scale_bytes, high_scale += piece_scale_bytes;
+  }
+
+  /// sum += the chunk times x; loads the next.
+  __device__ __forceinline__ void multiply(float (&sum)[2][4], const bf16* x, unsigned low_scales,
+                                           unsigned high_scales) {
+#pragma unroll
+    for (unsigned step = 0; step < stream_steps; ++step) {
+      stream_step<false>(sum, l[step], h[step], scale_byte(low_scales, step), scale_byte(high_scales, step),
+                         x + step * 128);
+      load(step);
+    }
+  }
+};
+
+__device__ __forceinline__ void StreamWorker::run() {
+  StreamUnit unit, next;
+  StreamRing ring;
+  find(unit, number(0));
+  if (!unit.exists) return;
+  settle(unit);
+  ring.begin(unit);
+  ring.load_scales();
+#pragma unroll
+  for (unsigned step = 0; step < stream_steps; ++step) ring.load(step);
+  ring.advance();
+  unsigned finished = 0;  // units of this expert that nobody knows of yet
+  for (unsigned round = 1;; ++round) {
+    while (!unit.ready) unit.ready = is_ready(unit);
+    const bf16* x = input(unit);
+    find(next, number(round));
+    const unsigned chunks = (unit.down ? a.hidden : a.width) / piece_columns;
+    float sum[2][4] = {};
+    unsigned scales = 0;
+#pragma unroll 1
+    for (unsigned chunk = 0; chunk < chunks; ++chunk) {
+      if (chunk == detail::smaller(1u, chunks - 1)) settle(next);
+      if (chunk + 1 == chunks) ring.begin(next);
+      const unsigned low_scales = ring.next_low_scale, high_scales = ring.next_high_scale;
+      scales |= low_scales | high_scales;
+      ring.load_scales();
+      ring.multiply(sum, x, low_scales, high_scales);
+      x += piece_columns;
+      ring.advance();
+    }
+    if (__any_sync(full_warp, (scales & 0x80808080u) != 0)) multiply_large(sum, number(round - 1));
+    float both[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) both[i] = sum[0][i] + sum[1][i];
+    store(unit, both);
+    if (!unit.down) {
+      ++finished;
+      if (!next.exists || next.down || next.head != unit.head) release(unit.head, finished), finished = 0;
+    }
+    if (!next.exists) return;
+    unit = next;
   }
 }
 
-/// Dynamic shared memory: StreamShared, then `stages` stages.
-static __global__ void __launch_bounds__(stream_threads, 1)
-    expert_stream(const __grid_constant__ ExpertStreamArguments a) {
+/// Small: up to small_choices choices; no kernel before lists them. Dynamic shared memory: the rows, [rows, width].
+template <bool Small>
+__global__ void __launch_bounds__(stream_threads, 1) expert_stream(const __grid_constant__ ExpertStreamArguments a) {
   if constexpr (expert_async) {
-    extern __shared__ __align__(128) std::uint8_t stream_memory[];
-    StreamShared& s = *reinterpret_cast<StreamShared*>(stream_memory);
-    std::uint8_t* const ring = stream_memory + (sizeof(StreamShared) + 127) / 128 * 128;
-    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    expert_start_next();
-    if (threadIdx.x == 0) {
-      for (unsigned i = 0; i < stream_stages; ++i) s.full[i].init(1), s.empty[i].init(stream_pieces);
-      for (unsigned i = 0; i < stream_sums; ++i) s.summed[i].init(stream_pieces), s.added[i].init(1);
-      expert_barriers_ready();
-    }
-    __syncthreads();
     expert_wait_before();
-    if (warp >= stream_other_warps)
-      stream_multiply(a, s, ring, warp - stream_other_warps, lane);
-    else if (warp >= 1)
-      stream_add(a, s, warp - 1, lane);
-    else if (lane == 0)
-      StreamCopier{a, s, ring}.run();
+    expert_start_next();
+    if constexpr (Small) {
+      __shared__ ExpertItem items[small_choices];
+      __shared__ unsigned order[small_choices], count;
+      extern __shared__ uint4 small_rows[];
+      bf16* const rows = reinterpret_cast<bf16*>(small_rows);
+      if (threadIdx.x < 32) {
+        WorklistArguments list = a.list;
+        list.items = items, list.item_count = &count, list.order = order;
+        list.reports = blockIdx.x == 0;
+        build_small_worklist(list);
+      } else {
+        for (unsigned row = 0; row < a.list.rows; ++row) {
+          if (a.list.slots != nullptr && a.list.slots[row] < 0) continue;
+          stage_row(rows + row * a.width, a.latent + row * a.latent_stride, a.width, a.width, RowOrder::e2m1,
+                    threadIdx.x - 32, stream_threads - 32);
+        }
+      }
+      __syncthreads();
+      if (blockIdx.x == 0 && threadIdx.x < count) a.list.items[threadIdx.x] = items[threadIdx.x];
+      if (blockIdx.x == 0 && threadIdx.x == 0) *a.list.item_count = count;
+      const StreamWork work{items, order, rows, count};
+      StreamWorker(a, work).run();
+    } else {
+      const StreamWork work{a.list.items, a.list.order, a.x, *a.list.item_count};
+      StreamWorker(a, work).run();
+    }
   }
 }
 

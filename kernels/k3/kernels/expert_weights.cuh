@@ -8,6 +8,13 @@
 // Rows of weights as operands of the tensor cores.
 namespace k3::kernel {
 
+/// As load_streaming, 4 bytes.
+__device__ __forceinline__ unsigned load_streaming_word(const void* address) {
+  unsigned v;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(address));
+  return v;
+}
+
 __device__ __forceinline__ unsigned multiply_pair(unsigned a, unsigned b) {
   unsigned d;
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));  // + -0 keeps every product
@@ -86,12 +93,12 @@ struct Mxfp4Weights {
     const size first = Packed ? static_cast<size>(row / slab_rows) * slab_rows * blocks + (row % slab_rows) * 4 + own
                               : static_cast<size>(row) * blocks + own;
     codes = static_cast<const std::uint8_t*>(matrix) + first * 16;
-    scales = scale + first + (Packed ? (row % slab_rows) * 4 + own : 0);
+    scales = scale + first + (Packed ? 3 * ((row % slab_rows) * 4 + own) : 0);
   }
 
   __device__ __forceinline__ Piece load(unsigned at, unsigned end) const {
     if (at >= end || at * 4 + own >= blocks) return {{0, 0, 0, 0}, 0};
-    const std::uint8_t* const from = codes + static_cast<size>(at) * (Packed ? piece_code_bytes / 2 : 64);
+    const std::uint8_t* const from = codes + static_cast<size>(at) * (Packed ? 512 : 64);
     Piece p;
     if constexpr (Aligned) {
       p.codes = load_streaming(from);
@@ -102,12 +109,12 @@ struct Mxfp4Weights {
       };
       p.codes = {word(0), word(4), word(8), word(12)};
     }
-    p.scale = __ldg(scales + (Packed ? at / 2 * piece_scale_bytes + at % 2 : at * 4));
+    p.scale = __ldg(scales + (Packed ? at / 4 * piece_scale_bytes + at % 4 : at * 4));
     return p;
   }
 
   template <bool Large, int Tiles>
-  static __device__ __forceinline__ void scaled(float (&sum)[Tiles][4], const Piece& low, const Piece& high,
+  static __device__ __forceinline__ void scaled(float (&sum)[Tiles][2][4], const Piece& low, const Piece& high,
                                                 const bf16* const (&x)[Tiles], unsigned at, unsigned count) {
     const E8m0Pair low_scale = E8m0Pair::any(low.scale), high_scale = E8m0Pair::any(high.scale);
     const auto word = [&](unsigned low_word, unsigned high_word, unsigned q) {
@@ -117,8 +124,8 @@ struct Mxfp4Weights {
       for (unsigned tile = 0; tile < Tiles; ++tile) {
         if (tile > 0 && tile * 8 >= count) break;
         const uint4 v = __ldg(reinterpret_cast<const uint4*>(x[tile] + (at * 4 + q) * 32));
-        multiply_add(sum[tile], a[0], b[0], a[1], b[1], v.x, v.y);
-        multiply_add(sum[tile], a[2], b[2], a[3], b[3], v.z, v.w);
+        multiply_add(sum[tile][0], a[0], b[0], a[1], b[1], v.x, v.y);
+        multiply_add(sum[tile][1], a[2], b[2], a[3], b[3], v.z, v.w);
       }
     };
     word(low.codes.x, high.codes.x, 0);
@@ -127,7 +134,7 @@ struct Mxfp4Weights {
     word(low.codes.w, high.codes.w, 3);
   }
   template <int Tiles>
-  static __device__ __forceinline__ void multiply(float (&sum)[Tiles][4], const Piece& low, const Piece& high,
+  static __device__ __forceinline__ void multiply(float (&sum)[Tiles][2][4], const Piece& low, const Piece& high,
                                                   const bf16* const (&x)[Tiles], unsigned at, unsigned count) {
     if (__any_sync(full_warp, low.scale > 128 || high.scale > 128))
       scaled<true, Tiles>(sum, low, high, x, at, count);
@@ -165,14 +172,14 @@ struct Bf16Weights {
   }
 
   template <int Tiles>
-  static __device__ __forceinline__ void multiply(float (&sum)[Tiles][4], const Piece& low, const Piece& high,
+  static __device__ __forceinline__ void multiply(float (&sum)[Tiles][2][4], const Piece& low, const Piece& high,
                                                   const bf16* const (&x)[Tiles], unsigned at, unsigned count) {
 #pragma unroll
     for (unsigned tile = 0; tile < Tiles; ++tile) {
       if (tile > 0 && tile * 8 >= count) break;
       const uint4 v = __ldg(reinterpret_cast<const uint4*>(x[tile] + at * step));
-      multiply_add(sum[tile], low.x, high.x, low.y, high.y, v.x, v.y);
-      multiply_add(sum[tile], low.z, high.z, low.w, high.w, v.z, v.w);
+      multiply_add(sum[tile][0], low.x, high.x, low.y, high.y, v.x, v.y);
+      multiply_add(sum[tile][1], low.z, high.z, low.w, high.w, v.z, v.w);
     }
   }
 };

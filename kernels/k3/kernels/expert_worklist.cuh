@@ -17,11 +17,11 @@ inline constexpr unsigned item_choices = 32;               ///< most choices of 
 struct ExpertPointers {
   const void *w1, *w3, *w2;
   const std::uint8_t *scale1, *scale3, *scale2;
-  unsigned large_scales;  ///< packed: whether one may be above 128
 };
 
 /// Choices [first, first + count) in order of expert. An expert with many has several items, one behind the other.
-struct ExpertItem {
+struct alignas(16) ExpertItem {
+  ExpertPointers weights;
   unsigned expert, first, count;
   unsigned head, items;  ///< the expert's first item, and how many it has
 };
@@ -58,9 +58,8 @@ struct WorklistArguments {
   unsigned* counts = nullptr;             ///< [experts] where they are more than worklist_shared_experts
   ExpertItem* items = nullptr;            ///< [rows * k]
   unsigned* item_count = nullptr;
-  unsigned* order = nullptr;    ///< [rows * k]: choice by place
-  unsigned* ready = nullptr;    ///< [rows * k]: set to 0 for every item
-  unsigned* tickets = nullptr;  ///< [2]: set to 0
+  unsigned* order = nullptr;  ///< [rows * k]: choice by place
+  bool reports = true;        ///< whether kinds and status are written
 
   __device__ __forceinline__ id chosen(unsigned choice) const {
     const unsigned row = choice / k;
@@ -77,10 +76,8 @@ struct WorklistArguments {
   /// The items of an expert whose choices begin at `first`.
   __device__ __forceinline__ void put_items(unsigned expert, unsigned first, unsigned count, unsigned head) const {
     const unsigned parts = (count + most - 1) / most;
-    for (unsigned i = 0; i < parts; ++i) {
-      items[head + i] = {expert, first + i * most, detail::smaller(most, count - i * most), head, parts};
-      ready[head + i] = 0;
-    }
+    for (unsigned i = 0; i < parts; ++i)
+      items[head + i] = {table[expert], expert, first + i * most, detail::smaller(most, count - i * most), head, parts};
   }
 };
 
@@ -96,9 +93,9 @@ __device__ inline void build_small_worklist(const WorklistArguments& a) {
     const unsigned of_row = (a.k < 32 ? (1u << a.k) - 1 : full_warp) << (row * a.k);
     if (kind == row_routed && (wrong & of_row) != 0) {
       kind = row_failed;
-      if (a.status != nullptr) a.status[row] = a.bad_expert;
+      if (a.status != nullptr && a.reports) a.status[row] = a.bad_expert;
     }
-    a.kinds[row] = kind;
+    if (a.reports) a.kinds[row] = kind;
   }
   const bool routed = mine && kind == row_routed;
   const unsigned same = __match_any_sync(full_warp, routed ? static_cast<unsigned>(e) : ~0u);
@@ -170,15 +167,21 @@ __device__ inline void build_worklist(const WorklistArguments& a) {
   }
 }
 
+/// A row in the order in which the matrix kernels read it, 0 beyond its width, by some threads.
+template <class X>
+__device__ __forceinline__ void stage_row(X* to, const X* from, unsigned width, unsigned padded, RowOrder order,
+                                          unsigned thread, unsigned threads) {
+  for (unsigned k = thread; k < padded; k += threads) to[row_place(order, k)] = k < width ? from[k] : X(0.0f);
+}
+
 /// The list of work (first block), and x in the order in which the matrix kernels read it (the other blocks).
 template <class X>
 __global__ void __launch_bounds__(worklist_threads)
     prepare_experts(const __grid_constant__ WorklistArguments a, const X* x, size x_stride, unsigned width,
                     RowOrder order, X* staged, size staged_stride) {
-  expert_start_next();
   expert_wait_before();
+  expert_start_next();
   if (blockIdx.x == 0) {
-    if (threadIdx.x < 2) a.tickets[threadIdx.x] = 0;
     if (a.rows * a.k > 32) return build_worklist(a);
     if (threadIdx.x < 32) build_small_worklist(a);
     return;
@@ -186,20 +189,20 @@ __global__ void __launch_bounds__(worklist_threads)
   const unsigned padded = static_cast<unsigned>(staged_stride);
   for (size row = blockIdx.x - 1; row < a.rows; row += gridDim.x - 1) {
     if (a.slots != nullptr && a.slots[row] < 0) continue;  // nobody reads the copy of a row that is skipped
-    X* const to = staged + row * staged_stride;
-    for (unsigned k = threadIdx.x; k < padded; k += worklist_threads)
-      to[row_place(order, k)] = k < width ? x[row * x_stride + k] : X(0.0f);
+    stage_row(staged + row * staged_stride, x + row * x_stride, width, padded, order, threadIdx.x, worklist_threads);
   }
 }
 
-/// out = sum_j weights[j] * y[row, j], in float in order of rank, rounded once.
+/// out = sum_j weights[j] * y[row, j], in float in order of rank, rounded once. Sets `counters` to 0 for the next call.
 template <class X>
 __global__ void __launch_bounds__(256)
     combine_experts(const X* y, const float* weights, size weights_stride, const unsigned char* kinds, unsigned rows,
-                    unsigned k, unsigned width, X* out, size out_stride) {
-  expert_start_next();
+                    unsigned k, unsigned width, X* out, size out_stride, unsigned* counters, unsigned counter_count) {
   expert_wait_before();
+  expert_start_next();
   const unsigned column = blockIdx.x * 256 + threadIdx.x;
+  for (unsigned i = blockIdx.y * gridDim.x * 256 + column; i < counter_count; i += gridDim.y * gridDim.x * 256)
+    counters[i] = 0;
   if (column >= width) return;
   for (size row = blockIdx.y; row < rows; row += gridDim.y) {
     float sum = 0;

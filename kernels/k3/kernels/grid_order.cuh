@@ -13,8 +13,10 @@ __device__ __forceinline__ void wait_for_earlier() {
 #endif
 }
 
-/// Lets the next kernel on the stream begin, once every block has called this or ended. To be called after
-/// wait_for_earlier: then what the next kernel reads before its own wait need only be older than this kernel.
+/// Lets the next kernel on the stream begin, once every block has called this or ended. After wait_for_earlier, what
+/// the next kernel reads before its own wait need only be older than this kernel. Before it, the next one begins
+/// sooner, and must know that no kernel of the stream writes what it reads early: short kernels in front of products do
+/// so, since these have weights to fetch.
 __device__ __forceinline__ void let_later_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

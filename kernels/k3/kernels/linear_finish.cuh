@@ -30,8 +30,7 @@ struct LinearFour {
       each(v, [&](float& to, unsigned i) { to = reinterpret_cast<const float*>(from)[i]; });
     } else if (at_once) {
       const uint2 pairs = *reinterpret_cast<const uint2*>(from);
-      v = {__uint_as_float(pairs.x << 16), __uint_as_float(pairs.x & 0xffff0000u), __uint_as_float(pairs.y << 16),
-           __uint_as_float(pairs.y & 0xffff0000u)};
+      v = {low_of(pairs.x), high_of(pairs.x), low_of(pairs.y), high_of(pairs.y)};
     } else {
       each(v, [&](float& to, unsigned i) { to = float(reinterpret_cast<const bf16*>(from)[i]); });
     }
@@ -45,8 +44,7 @@ struct LinearFour {
       else
         each(v, [&](float value, unsigned i) { reinterpret_cast<float*>(to)[i] = value; });
     } else if (at_once) {
-      const auto pair = [](float a, float b) { return bf16(a).bits | static_cast<unsigned>(bf16(b).bits) << 16; };
-      *reinterpret_cast<uint2*>(to) = {pair(v.x, v.y), pair(v.z, v.w)};
+      *reinterpret_cast<uint2*>(to) = {bf16_pair(v.x, v.y), bf16_pair(v.z, v.w)};
     } else {
       each(v, [&](float value, unsigned i) { reinterpret_cast<bf16*>(to)[i] = bf16(value); });
     }

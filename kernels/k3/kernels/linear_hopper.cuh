@@ -50,9 +50,11 @@ __device__ __forceinline__ void wait(Barrier& b, unsigned parity) {
 }
 
 /// All threads of the cluster; shared memory written before can be read by any of them afterwards.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_sync() { cluster_arrive(), cluster_wait(); }
 __device__ __forceinline__ float4 load_in(unsigned address) {
   float4 v;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -61,9 +63,6 @@ __device__ __forceinline__ float4 load_in(unsigned address) {
   return v;
 }
 
-__device__ __forceinline__ void prefetch(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 /// A box of a matrix to shared memory at `to`; its bytes are counted by the barrier. What lies outside the matrix
 /// becomes zeros, and is counted too. `policy`: of the L2 cache.
 __device__ __forceinline__ void copy_box(unsigned to, const CUtensorMap* map, unsigned column, unsigned row, Barrier& b,

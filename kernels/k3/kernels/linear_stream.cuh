@@ -4,14 +4,15 @@
 #include <k3/kernels/grid_order.cuh>
 #include <k3/kernels/linear_finish.cuh>
 #include <k3/kernels/linear_hopper.cuh>
+#include <k3/kernels/linear_registers.cuh>
 
 // Products with weight matrices on sm_90a: weights stream through a ring in shared memory and are the 64-row operand of
 // wgmma, tokens the other. Blocks stay: each owns an equal run of units of 16 rows of weights and goes through it in
 // passes. Four warps fill the ring by tensor copies (of weights even before the kernel's input is there), four more for
 // every 64 rows of a pass multiply.
 //
-// `Split` 4: the blocks of a cluster share the K of their units, a piece each, and join them through distributed shared
-// memory. For launches with so few rows that the tensor cores' 64 would be badly filled.
+// `Split` 2: the two blocks of a cluster share the K of their units, two pieces each. For launches with so few rows
+// that the tensor cores' 64 would be badly filled and blocks unequal.
 namespace k3::kernel {
 
 inline constexpr unsigned stream_columns = linear_step;  ///< of k in a slot of the ring: 128 bytes of a row
@@ -23,6 +24,7 @@ struct StreamArguments {
   LinearArguments<bf16> linear{};
   unsigned tile_units = 0;  ///< of a block in a pass
   unsigned passes = 0, slots = 0;
+  unsigned scratch_at = 0;                     ///< bytes from the ring on
   CUtensorMap x{};                             ///< boxes of `Tokens` rows
   CUtensorMap weight[linear_most_segments]{};  ///< boxes of 16 rows, of a gated segment 8
   CUtensorMap up[linear_most_segments]{};
@@ -31,14 +33,15 @@ struct StreamArguments {
 /// One warp cannot issue the copies fast enough: each takes about 80 cycles.
 inline constexpr unsigned stream_fill_warps = 4;
 /// Warps that multiply, at most: registers for the sums of two pieces of so many tokens.
-template <int Split>
-inline constexpr unsigned stream_most_warps = Split > 1 ? 16 : 12;
+inline constexpr unsigned stream_most_warps = 12;
 /// Where the sum and a piece need more registers than an equal share: the warps that fill the ring give up most of
 /// theirs.
+template <int Tokens>
+inline constexpr bool stream_uneven = Tokens == 128;
+inline constexpr unsigned stream_most_threads = (stream_most_warps + stream_fill_warps) * 32;
+/// Tiles of 8 tokens that a block finishes of a unit: with a split, half of them.
 template <int Tokens, int Split>
-inline constexpr bool stream_uneven = Tokens == 128 && Split == 1;
-template <int Split>
-inline constexpr unsigned stream_most_threads = (stream_most_warps<Split> + stream_fill_warps) * 32;
+inline constexpr unsigned stream_tiles = (Tokens / 8 + Split - 1) / Split;
 /// Tokens whose results lie in shared memory at a time, where each warp finishes its own.
 template <int Tokens>
 inline constexpr unsigned stream_chunk = Tokens < 16 ? Tokens : 16;
@@ -46,24 +49,25 @@ inline constexpr unsigned stream_chunk = Tokens < 16 ? Tokens : 16;
 /// A block's part of the work.
 template <int Split>
 struct StreamPart {
-  static_assert(Split == 1 || Split == linear_pieces);
+  static_assert(Split == 1 || Split * 2 == linear_pieces);
   unsigned split;
   unsigned first_unit, end_unit;
   unsigned first_step, steps, piece;
 
   __device__ explicit StreamPart(const StreamArguments& a) {
     const unsigned owners = gridDim.x / Split, owner = blockIdx.x / Split;
+    const unsigned own = a.linear.units / owners, longer = a.linear.units % owners;  // one more
     split = blockIdx.x % Split;
-    first_unit = static_cast<unsigned>(size{owner} * a.linear.units / owners);
-    end_unit = static_cast<unsigned>((size{owner} + 1) * a.linear.units / owners);
+    first_unit = owner * own + detail::smaller(owner, longer);
+    end_unit = first_unit + own + (owner < longer ? 1 : 0);
     const LinearSteps k(a.linear.columns);
     piece = k.piece;
-    first_step = split * piece;
-    steps = Split > 1 ? detail::smaller(piece, k.all - first_step) : k.all;
+    first_step = split * 2 * piece;
+    steps = Split == 1 ? k.all : split == 0 ? 2 * piece : k.all - 2 * piece;
   }
 };
 
-struct StreamRing {
+struct LinearRing {
   hopper::Barrier full[stream_most_slots], empty[stream_most_slots];
 };
 
@@ -72,7 +76,7 @@ template <int Tokens, int Split>
 struct StreamProducer {
   const StreamArguments& a;
   const StreamPart<Split>& part;
-  StreamRing& ring;
+  LinearRing& ring;
   unsigned memory, slot_bytes;  // of the ring
   unsigned lane = threadIdx.x % 32, fill_warp = threadIdx.x / 32 % stream_fill_warps;
 
@@ -156,7 +160,7 @@ template <int Tokens, int Split>
 struct StreamConsumer {
   const StreamArguments& a;
   const StreamPart<Split>& part;
-  StreamRing& ring;
+  LinearRing& ring;
   unsigned memory, slot_bytes;
   unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   unsigned slot = 0, phase = 0;
@@ -203,19 +207,24 @@ struct StreamConsumer {
     }
   }
 
-  /// Without a split: this warp's unit of the pass is complete.
-  __device__ __forceinline__ void finish(unsigned unit, unsigned first_token, float* scratch) {
-    constexpr unsigned chunk = stream_chunk<Tokens>;
+  /// Products of this warp's unit, tokens from `first` on: from registers, or through `scratch` where their places do
+  /// not allow it.
+  template <unsigned Tiles>
+  __device__ __forceinline__ void finish(unsigned unit, unsigned first, const float (&v)[Tiles * 4], float* scratch) {
+    unsigned own = unit;
+    const LinearSegment& s = a.linear.segment[find_segment(a.linear, own)];
+    if (LinearDirect<Tiles>::fits(a.linear, s, own)) return LinearDirect<Tiles>{a.linear, s, own, first}.finish(v);
+    constexpr unsigned chunk = stream_chunk<Tiles * 8>;
     with_unit(a.linear, unit, [&](const auto& rows) {
 #pragma unroll
-      for (unsigned from = 0; from < Tokens; from += chunk) {
-        if (first_token + from >= a.linear.tokens) break;
+      for (unsigned from = 0; from < Tiles * 8; from += chunk) {
+        if (first + from >= a.linear.tokens) break;
         __syncwarp();
 #pragma unroll
         for (unsigned tile = 0; tile < chunk / 8; ++tile)
-          stream_spread(scratch + tile * 8 * stream_scratch_stride, &sum[(from / 8 + tile) * 4]);
+          stream_spread(scratch + tile * 8 * stream_scratch_stride, &v[(from / 8 + tile) * 4]);
         __syncwarp();
-        rows.template finish<chunk>(first_token + from, [&](unsigned token, unsigned row) {
+        rows.template finish<chunk>(first + from, [&](unsigned token, unsigned row) {
           return *reinterpret_cast<const float4*>(scratch + token * stream_scratch_stride + row);
         });
       }
@@ -227,90 +236,97 @@ struct StreamConsumer {
       for (unsigned pass = 0; pass < a.passes; ++pass) {
         multiply_all();
         const unsigned place = pass * a.tile_units + warp, unit = part.first_unit + place;
-        if (warp < a.tile_units && unit < part.end_unit) finish(unit, group * Tokens, scratch);
+        if (warp < a.tile_units && unit < part.end_unit) finish<Tokens / 8>(unit, group * Tokens, sum, scratch);
+        __syncwarp();
       }
   }
 
-  __device__ __forceinline__ void keep(float* to, const float (&values)[Tokens / 2]) {
+  /// With a split: the first block has p0 + p1, the second p2 and p3. Each finishes half of the tokens and leaves what
+  /// the other needs in `exchange`, by warp, tile, piece and lane.
+  __device__ __forceinline__ void run_split(float4* exchange, float* scratch) {
+    constexpr unsigned tiles = Tokens / 8, half = stream_tiles<Tokens, 2>;
+    const bool first = part.split == 0;
+    multiply(part.piece);
 #pragma unroll
-    for (unsigned tile = 0; tile < Tokens / 8; ++tile)
-      stream_spread(to + (warp * Tokens + tile * 8) * stream_scratch_stride, &values[tile * 4]);
+    for (int i = 0; i < Tokens / 2; ++i) sum[i] = piece[i];
+    multiply(part.steps - part.piece);
+    asm volatile("bar.sync 1, %0;" ::"r"(blockDim.x - 32 * stream_fill_warps) : "memory");  // the ring is free
+    exchange += warp * half * 64 + lane;
+    const auto four = [](const float* v) { return float4{v[0], v[1], v[2], v[3]}; };
+    if (first) {
+#pragma unroll
+      for (int i = 0; i < Tokens / 2; ++i) sum[i] += piece[i];
+#pragma unroll
+      for (unsigned tile = half; tile < tiles; ++tile) exchange[(tile - half) * 64] = four(&sum[tile * 4]);
+    } else {
+#pragma unroll
+      for (unsigned tile = 0; tile < half; ++tile) {
+        exchange[tile * 64] = four(&sum[tile * 4]);
+        exchange[tile * 64 + 32] = four(&piece[tile * 4]);
+      }
+    }
+    hopper::cluster_sync();
+    const unsigned from = hopper::address_in(part.split ^ 1, exchange);
+    float own[half * 4];
+#pragma unroll
+    for (unsigned tile = 0; tile < half; ++tile) {
+      float4 v = hopper::load_in(from + tile * 64 * 16);
+      if (first) {
+        const float4 last = hopper::load_in(from + (tile * 64 + 32) * 16);
+        v = added(added(four(&sum[tile * 4]), v), last);
+      } else if (half + tile < tiles) {
+        v = added(added(v, four(&sum[(half + tile) * 4])), four(&piece[(half + tile) * 4]));
+      }
+      own[tile * 4] = v.x, own[tile * 4 + 1] = v.y, own[tile * 4 + 2] = v.z, own[tile * 4 + 3] = v.w;
+    }
+    hopper::cluster_arrive();
+    const unsigned unit = part.first_unit + warp, token = part.split * half * 8;
+    if (unit < part.end_unit && token < Tokens) finish<half>(unit, token, own, scratch);
+    __syncwarp();
+    hopper::cluster_wait();  // no block may go while another reads its memory
   }
 
-  /// With a split: this block's piece, into `to` in the order of unit, token, row.
-  __device__ __forceinline__ void run_piece(float* to) {
-    multiply(part.steps);
-    asm volatile("bar.sync 1, %0;" ::"r"(blockDim.x - 32 * stream_fill_warps) : "memory");  // the ring is free
-    if (warp >= part.end_unit - part.first_unit) return;
-#pragma unroll
-    for (unsigned tile = 0; tile < Tokens / 8; ++tile)
-      stream_spread(to + (warp * Tokens + tile * 8) * stream_scratch_stride, &piece[tile * 4]);
+ private:
+  __device__ __forceinline__ static float4 added(float4 x, float4 y) {
+    return {x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w};
   }
 };
 
-/// Joins the pieces that the blocks of a cluster have in their `pieces`; all warps, each its share of the results.
-template <int Tokens, int Split>
-__device__ __forceinline__ void stream_join(const LinearArguments<bf16>& a, const StreamPart<Split>& part,
-                                            const float* pieces) {
-  constexpr unsigned at_once = 8;  // tokens
-  unsigned from[Split];
-#pragma unroll
-  for (unsigned p = 0; p < Split; ++p) from[p] = hopper::address_in(p, pieces);
-  const unsigned units = part.end_unit - part.first_unit, warps = blockDim.x / 32;
-  for (unsigned i = part.split * warps + threadIdx.x / 32; i < units * (Tokens / at_once); i += Split * warps) {
-    const unsigned unit = i % units, token = i / units * at_once;
-    if (token >= a.tokens) break;
-    with_unit(a, part.first_unit + unit, [&](const auto& rows) {
-      rows.template finish<at_once>(token, [&](unsigned t, unsigned row) {
-        const unsigned at = ((unit * Tokens + token + t) * stream_scratch_stride + row) * 4;
-        float4 v[Split];
-#pragma unroll
-        for (unsigned p = 0; p < Split; ++p) v[p] = hopper::load_in(from[p] + at);
-#pragma unroll
-        for (unsigned p = 1; p < Split; ++p)
-          v[0] = {v[0].x + v[p].x, v[0].y + v[p].y, v[0].z + v[p].z, v[0].w + v[p].w};
-        return v[0];
-      });
-    });
-  }
-}
-
 /// The products of a launch. Empty, and without static shared memory, where the target is not sm_90a.
 template <int Tokens, int Split>
-__global__ void __launch_bounds__(stream_most_threads<Split>, Tokens <= 32 ? 2 : 1)
+__global__ void __launch_bounds__(stream_most_threads, Tokens <= 32 ? 2 : 1)
     linear_stream(const __grid_constant__ StreamArguments a) {
   if constexpr (hopper::available) {
     extern __shared__ unsigned char dynamic[];
-    __shared__ StreamRing ring;
+    __shared__ LinearRing ring;
     const unsigned base = (hopper::address_of(dynamic) + 1023) / 1024 * 1024;
     const unsigned warps = blockDim.x / 32 - stream_fill_warps;  // that multiply
     unsigned char* const memory = dynamic + (base - hopper::address_of(dynamic));
     const unsigned slot_bytes = a.tile_units * stream_unit_bytes + Tokens * stream_row_bytes;
-    const StreamPart<Split> part(a);
-    if (threadIdx.x == 0) {
-      for (unsigned i = 0; i < a.slots; ++i) hopper::init(ring.full[i], 1), hopper::init(ring.empty[i], warps);
+    if (threadIdx.x < a.slots) {
+      hopper::init(ring.full[threadIdx.x], 1), hopper::init(ring.empty[threadIdx.x], warps);
       hopper::init_fence();
     }
+    const StreamPart<Split> part(a);
     __syncthreads();
     if (threadIdx.x / 32 >= warps) {
-      if constexpr (stream_uneven<Tokens, Split>) hopper::give_registers<32>();
+      if constexpr (stream_uneven<Tokens>) hopper::give_registers<32>();
       StreamProducer<Tokens, Split>{a, part, ring, base, slot_bytes}.run();
+      if constexpr (Split > 1) {
+        __syncwarp();
+        hopper::cluster_sync();
+        hopper::cluster_sync();
+      }
     } else {
-      if constexpr (stream_uneven<Tokens, Split>) hopper::take_registers<160>();
+      if constexpr (stream_uneven<Tokens>) hopper::take_registers<160>();
       wait_for_earlier();
       StreamConsumer<Tokens, Split> consumer{a, part, ring, base, slot_bytes};
+      float* const scratch = reinterpret_cast<float*>(memory + a.scratch_at) +
+                             threadIdx.x / 32 * (stream_chunk<stream_tiles<Tokens, Split> * 8> * stream_scratch_stride);
       if constexpr (Split > 1)
-        consumer.run_piece(reinterpret_cast<float*>(memory));
+        consumer.run_split(reinterpret_cast<float4*>(memory), scratch);
       else
-        consumer.run(reinterpret_cast<float*>(memory + a.slots * slot_bytes) +
-                     threadIdx.x / 32 * (stream_chunk<Tokens> * stream_scratch_stride));
-    }
-    if constexpr (Split > 1) {
-      __syncwarp();
-      hopper::cluster_sync();
-      stream_join<Tokens>(a.linear, part, reinterpret_cast<float*>(memory));
-      __syncwarp();
-      hopper::cluster_sync();  // no block may go while another reads its memory
+        consumer.run(scratch);
     }
   }
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <k3/kernels/grid_order.cuh>
 #include <k3/kernels/mla_wide_runs.cuh>
 
 namespace k3::kernel {
@@ -18,7 +19,8 @@ __global__ void __launch_bounds__(128 * Shares) mla_combine_wide(const __grid_co
   __shared__ float divisors[8];
   const unsigned row = blockIdx.y, thread = threadIdx.x % 128, share = threadIdx.x / 128;
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if constexpr (mla_on_hopper) wait_for_previous();
+  wait_for_earlier();
+  let_later_start();
   uint2 segment = w.segments[row];
   const MlaRow r = w.a.rows.find(row, w.a.cache);
   if (!r.live) segment = make_uint2(0, 0);

@@ -6,6 +6,7 @@
 
 #include <k3/formula/activation.hpp>
 #include <k3/formula/rms_norm.hpp>
+#include <k3/kernels/grid_order.cuh>
 #include <k3/kernels/mla_cache.cuh>
 
 // What surrounds MLA's attention: new cache rows, queries moved into the latent space, values moved out of it.
@@ -31,10 +32,12 @@ struct MlaAppendArguments {
   float eps = 0;
 };
 
-/// A block a row.
+/// A block a row. May begin before the kernel in front of it ends.
 template <class X, class T>
 __global__ void __launch_bounds__(128) mla_append(MlaAppendArguments<X, T> a) {
   __shared__ float scratch[128 / 32 + 1];
+  wait_for_earlier();
+  let_later_start();
   for (size row = blockIdx.x; row < a.rows.count; row += gridDim.x) {
     const MlaRow r = a.rows.find(row, a.cache);
     T* const to = r.live ? a.cache.row(r.slot, r.length - 1) : nullptr;
@@ -105,6 +108,7 @@ struct MlaProjectArguments {
   size gate_stride = 0;
   T* out = nullptr;  ///< [rows, heads * v]
   size out_stride = 0;
+  bool q_vector = false, latent_vector = false;  ///< so can q's heads, and q_latent's or o_latent's
 };
 
 inline constexpr unsigned mla_absorb_columns = 256, mla_absorb_piece = 256;

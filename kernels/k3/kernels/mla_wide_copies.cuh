@@ -49,16 +49,20 @@ struct MlaWideCopies {
 
   __device__ __forceinline__ void sync_half() const { group_sync<128>(1 + half); }
 
+  /// A page of the row's. Of a tile that ends behind the row's last one, the rest comes from that one, and is not used.
+  __device__ __forceinline__ id page_of(unsigned index) const {
+    return shared.segment.table[detail::smaller(index, shared.segment.last_page)];
+  }
   /// Where this lane's part of a tile is.
   __device__ __forceinline__ MlaPlace place_of(unsigned tile) const {
     const unsigned position = tile * mla_tile + detail::smaller(lane, w.boxes - 1) * w.box_rows;
     const unsigned index = position / w.a.cache.page_size;
-    return {index, position - index * w.a.cache.page_size, shared.segment.table[index]};
+    return {index, position - index * w.a.cache.page_size, page_of(index)};
   }
   /// And of the tile behind it.
   __device__ __forceinline__ MlaPlace after(MlaPlace p) const {
     for (p.row += mla_tile; p.row >= w.a.cache.page_size; p.row -= w.a.cache.page_size) ++p.index;
-    p.page = shared.segment.table[p.index];
+    p.page = page_of(p.index);
     return p;
   }
   /// Columns [64 column, ..) of a tile. One warp.

@@ -26,19 +26,28 @@ struct MlaWideArguments {
   __host__ __device__ __forceinline__ unsigned octets() const { return (a.heads + 95) / 96 * 12; }
 };
 
-/// Tiles of a part of a row that is cut by its length alone: at most mla_most_splits parts.
-inline constexpr unsigned mla_wide_least = 4;
+/// A row that is cut by its length alone has at most 32 parts, or 64 from 65,536 positions on. A part costs as much as
+/// some tiles: it has at least 8, or 4 where the row then still has at most 8 parts.
+inline constexpr unsigned mla_wide_least = 8, mla_wide_shortest = 4;
+__host__ __device__ constexpr unsigned mla_wide_most(unsigned tiles) { return tiles < 1024 ? 32 : 64; }
 __host__ __device__ constexpr unsigned mla_wide_tiles(unsigned tiles) {
-  return detail::larger((tiles + mla_most_splits - 1) / mla_most_splits, mla_wide_least);
+  const unsigned least = detail::smaller(detail::larger((tiles + 7) / 8, mla_wide_shortest), mla_wide_least);
+  const unsigned most = mla_wide_most(tiles);
+  return detail::larger((tiles + most - 1) / most, least);
+}
+/// Parts at most of rows of so many tiles or fewer.
+__host__ __device__ constexpr unsigned mla_wide_parts_of(unsigned tiles) {
+  return detail::smaller(detail::larger((tiles + mla_wide_least - 1) / mla_wide_least, 8u), mla_wide_most(tiles));
 }
 
 /// Some tiles of a row, and where their result goes.
 struct MlaSegment {
   unsigned row, first, count;
-  unsigned length;  ///< positions of the row
-  unsigned place;   ///< among the partial results
-  unsigned whole;   ///< the row is all here: to the output
-  const id* table;  ///< the row's pages
+  unsigned length;     ///< positions of the row
+  unsigned place;      ///< among the partial results
+  unsigned whole;      ///< the row is all here: to the output
+  unsigned last_page;  ///< of the row's, counted from 0
+  const id* table;     ///< the row's pages
 };
 
 /// What a block keeps in shared memory besides operands.
@@ -85,6 +94,7 @@ struct MlaRuns {
     s.row = row, s.first = from * each, s.count = stop - s.first, s.length = r.length;
     s.whole = s.first == 0 && stop == all;
     s.place = w.independent ? shared.begin : 2 * block + (from == 0 ? 1 : 0);
+    s.last_page = (r.length - 1) / w.a.cache.page_size;
     s.table = w.a.cache.table + r.slot * w.a.cache.table_stride;
     shared.missing = 0;
     const bool over = !w.independent || stop == all;

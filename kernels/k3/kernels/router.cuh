@@ -5,6 +5,7 @@
 
 #include <k3/formula/router.hpp>
 #include <k3/kernels/common.cuh>
+#include <k3/kernels/grid_order.cuh>
 
 // The choice of experts, one block a row. A candidate is a 64-bit key: the selection score, mapped to an unsigned
 // number of the same order, above the complement of the expert's index, so that the larger key is chosen first, ties to
@@ -39,6 +40,7 @@ struct RouterArguments {
   const id* slots = nullptr;   ///< [rows] or null
   unsigned* status = nullptr;  ///< [rows] or null
   unsigned nan_status = 0;     ///< what a row with a NaN is marked with
+  bool early = false;          ///< no need to wait for the kernel before this one: what is read here is older
 };
 
 /// Never 0 for a number, which stands for "no candidate".
@@ -74,6 +76,7 @@ __global__ void __launch_bounds__(router_threads) sigmoid_topk_tournament(const 
   __shared__ unsigned long long sorted[router_warps][router_most_chosen];
   __shared__ float chosen[router_most_chosen];
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (!a.early) wait_for_earlier();
   for (size row = blockIdx.x; row < a.rows; row += gridDim.x) {
     if (a.slots != nullptr && a.slots[row] < 0) {
       leave_unrouted(a, row);
@@ -128,6 +131,8 @@ __global__ void __launch_bounds__(router_threads) sigmoid_topk_tournament(const 
       }
     }
   }
+  if (a.early) wait_for_earlier();
+  let_later_start();
 }
 
 struct LargerKey {
@@ -140,6 +145,8 @@ __global__ void __launch_bounds__(Threads) sigmoid_topk_any(const __grid_constan
   using Reduce = cub::BlockReduce<unsigned long long, Threads>;
   __shared__ typename Reduce::TempStorage storage;
   __shared__ unsigned long long shared_best;
+  wait_for_earlier();
+  let_later_start();
   for (size row = blockIdx.x; row < a.rows; row += gridDim.x) {
     if (a.slots != nullptr && a.slots[row] < 0) {
       leave_unrouted(a, row);

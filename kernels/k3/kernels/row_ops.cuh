@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(Threads) rms_norm(RmsNormArguments<X, W, Out> 
     const unsigned at = (j * RowThreads + thread) * 8;
     weight[j] = read_eight(a.weight + at, at < a.count ? a.count - at : 0, a.vector);
   }
-  wait_for_earlier();
   let_later_start();
+  wait_for_earlier();
   for (size row = blockIdx.x * size{Threads / RowThreads} + threadIdx.x / RowThreads; row < a.rows;
        row += gridDim.x * size{Threads / RowThreads}) {
     const X* const x = a.x + row * a.x_stride;
@@ -157,8 +157,8 @@ struct EmbedArguments {
 /// `parts` blocks a row, eight elements a thread.
 template <int Threads, class Entry, class Out>
 __global__ void __launch_bounds__(Threads) embed_tokens(EmbedArguments<Entry, Out> a) {
-  wait_for_earlier();
   let_later_start();
+  wait_for_earlier();
   for (size item = blockIdx.x; item < a.rows * a.parts; item += gridDim.x) {
     const size row = item / a.parts;
     const unsigned at = (static_cast<unsigned>(item % a.parts) * Threads + threadIdx.x) * 8;

@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+// A checkpoint larger than the memory that a GPU has for it: loading, and experts that are read on demand, against
+// plain reads of the same files and copies from page-locked memory in the same run; decoding with the cache at 100, 50
+// and 10 % and at the floor, whose tokens must be the same.
+//   cuda_streaming MODEL_DIR [--cold] [--tokens N] [--readers N] [--read-bytes N] [--window N] [--rates]
+
+#include <fcntl.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include <k3/io/checkpoint.hpp>
+#include <k3/io/weight_reader.hpp>
+#include <k3/k3.cuh>
+
+namespace {
+
+using namespace k3;
+
+template <class Body>
+double seconds_of(Body&& body) {
+  const auto start = std::chrono::steady_clock::now();
+  body();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+struct Arguments {
+  std::string folder;
+  bool cold = false, rates = false;
+  size tokens = 32, read_bytes = StreamingOptions{}.read_bytes;
+  size window = 8;
+  int readers = StreamingOptions{}.readers;
+};
+
+void drop_cached_pages(const Safetensors& files) {
+  for (const MappedFile& file : files.files()) {
+    const int descriptor = ::open(file.path().c_str(), O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0) continue;
+    ::posix_fadvise(descriptor, 0, 0, POSIX_FADV_DONTNEED);
+    ::close(descriptor);
+  }
+}
+
+/// All files from end to end in reads of 8 MB by `threads` threads; GB/s.
+double plain_reads(const Safetensors& files, int threads) {
+  constexpr size block = size{8} << 20;
+  std::vector<std::pair<const MappedFile*, size>> blocks;
+  size total = 0;
+  for (const MappedFile& file : files.files()) {
+    total += file.bytes();
+    for (size at = 0; at < file.bytes(); at += block) blocks.emplace_back(&file, at);
+  }
+  std::atomic<size> next{0};
+  const auto work = [&] {
+    std::vector<std::byte> buffer(block);
+    for (size i; (i = next++) < blocks.size();) {
+      const auto& [file, at] = blocks[i];
+      const size end = detail::smaller(at + block, file->bytes());
+      if (file->read(at, end, buffer.data()).at != end) std::abort();
+    }
+  };
+  const double seconds = seconds_of([&] {
+    std::vector<std::thread> readers;
+    for (int i = 0; i < threads; ++i) readers.emplace_back(work);
+    for (std::thread& reader : readers) reader.join();
+  });
+  return static_cast<double>(total) / seconds / 1e9;
+}
+
+/// Copies of 16 MB from page-locked memory one behind the other; GB/s.
+double copy_rate() {
+  constexpr size block = size{16} << 20, count = 64;
+  const auto from = pinned_memory(4 * block);
+  const DeviceBuffer<std::byte> to(4 * block);
+  const DeviceStream stream;
+  std::memset(from.get(), 1, 4 * block);
+  double best = 0;
+  for (int run = 0; run < 4; ++run) {
+    const double seconds = seconds_of([&] {
+      for (size i = 0; i < count; ++i)
+        detail::check_cuda("bench", "copy",
+                           cudaMemcpyAsync(to.data() + i % 4 * block, from.get() + i % 4 * block, block,
+                                           cudaMemcpyHostToDevice, stream));
+      stream.finish();
+    });
+    best = (std::max)(best, static_cast<double>(count * block) / seconds / 1e9);
+  }
+  return best;
+}
+
+struct Opened {
+  std::shared_ptr<const Safetensors> files;
+  StreamedModel streamed;
+};
+Opened open(const Arguments& a) {
+  Opened opened;
+  opened.files = std::make_shared<const Safetensors>(open_safetensors_set(a.folder));
+  StreamingOptions options;
+  options.readers = a.readers, options.read_bytes = a.read_bytes;
+  options.window = a.window, options.allocate = pinned_memory;
+  opened.streamed = stream_pretrained(a.folder, opened.files, options);
+  return opened;
+}
+
+/// Every expert of every layer once, as a decoder asks: one token's at a time, through the smallest cache; GB/s.
+double expert_rate(const K3CpuModel& model, const ExpertSource* cold_before, const Safetensors& files) {
+  const DeviceStream stream;
+  const size routed = model.config.moe.n_routed, k = model.config.moe.top_k, layers = model.weights.layers.size();
+  std::vector<ExpertTable> tables(layers);
+  std::vector<ExpertTable*> named(layers);
+  size slot = 0;
+  for (size i = 0; i < layers; ++i) {
+    if (!model.weights.layers[i].experts) continue;
+    named[i] = &tables[i];
+    slot = detail::planned_bytes((*model.weights.layers[i].experts)[0]);
+  }
+  ExpertCache cache(model, named, 2 * k * slot);
+  const gpu exec{stream};
+  const auto pass = [&](size most) {
+    std::vector<size> ids;
+    for (size i = 0; i < layers; ++i)
+      for (size e = 0; named[i] && e < detail::smaller(most, routed); e += k) {
+        ids.clear();
+        for (size j = e; j < detail::smaller(e + k, routed); ++j) ids.push_back(j);
+        cache.fetch(exec, i, ids).end();
+      }
+    stream.finish();
+  };
+  pass(4 * k);
+  if (cold_before) drop_cached_pages(files);
+  const std::uint64_t before = cache.statistics().bytes_copied;
+  const double seconds = seconds_of([&] { pass(routed); });
+  return static_cast<double>(cache.statistics().bytes_copied - before) / seconds / 1e9;
+}
+
+struct Decoded {
+  std::vector<id> tokens;
+  double first = 0, per_second = 0, bytes_per_second = 0, hit_rate = 0, load = 0;
+  size slots = 0;
+};
+
+Decoded decode(const Opened& opened, size memory, size count) {
+  const K3CpuModel& model = opened.streamed.model;
+  const DeviceStream stream;
+  Decoded result;
+  std::unique_ptr<K3DeviceModel> there;
+  const double load = seconds_of([&] {
+    there = std::make_unique<K3DeviceModel>(WithoutExperts{}, model, NoUploadProgress{}, WeightReader(opened.files));
+  });
+  result.load = static_cast<double>(there->bytes()) / load / 1e9;
+  DeviceDecoder<Bf16> decoder(gpu{stream}, *there, 256, 8);
+  auto cache = decoder.make_cache(1, 256);
+  const double experts = seconds_of([&] { there->place_experts(memory); });
+  if (!there->expert_cache())
+    std::printf("  loaded: all but the experts %.1f GB/s, %.1f GB of experts %.1f GB/s\n", result.load,
+                static_cast<double>(K3DeviceModel::plan_experts(model)) / 1e9,
+                static_cast<double>(K3DeviceModel::plan_experts(model)) / experts / 1e9);
+  const std::vector<id> prompt{11, 7, 5, 3};
+  const auto copied = [&] {
+    return there->expert_cache() ? static_cast<double>(there->expert_cache()->statistics().bytes_copied) : 0.0;
+  };
+  const auto start = std::chrono::steady_clock::now();
+  auto first = start, last = start;
+  double bytes = 0, bytes_end = 0;
+  greedy_decode(decoder, cache, 0, view(prompt), {count, {}, false}, [&](id token) {
+    last = std::chrono::steady_clock::now();
+    bytes_end = copied();
+    // Clocks start behind the second token: the first step is captured, kernels are loaded.
+    if (result.tokens.size() == 1) first = last, bytes = bytes_end;
+    result.tokens.push_back(token);
+    if (result.tokens.size() == 1) result.first = std::chrono::duration<double>(last - start).count();
+  });
+  const double seconds = std::chrono::duration<double>(last - first).count();
+  result.per_second = static_cast<double>(count - 2) / seconds;
+  result.bytes_per_second = (bytes_end - bytes) / seconds / 1e9;
+  if (there->expert_cache()) {
+    result.slots = there->expert_cache()->slots();
+    result.hit_rate = there->expert_cache()->statistics().hit_rate();
+  }
+  return result;
+}
+
+int run(const Arguments& a) {
+  const Opened opened = open(a);
+  const K3CpuModel& model = opened.streamed.model;
+  size slots = 0;
+  for (const LayerWeights& layer : model.weights.layers) slots += layer.experts ? layer.experts->size() : 0;
+  size bytes = 0;
+  for (const MappedFile& file : opened.files->files()) bytes += file.bytes();
+  std::printf("%.1f GB in %zu files, %zu experts of %.2f MB; window on the host %.0f MB; %d readers of %zu bytes\n",
+              static_cast<double>(bytes) / 1e9, opened.files->files().size(), slots,
+              static_cast<double>(opened.streamed.experts->slot_bytes()) / 1e6,
+              static_cast<double>(opened.streamed.experts->memory()) / 1e6, a.readers, a.read_bytes);
+  const double copies = copy_rate();
+  if (a.cold) {
+    drop_cached_pages(*opened.files);
+    const double plain = plain_reads(*opened.files, a.readers);
+    const double experts = expert_rate(model, model.weights.layers.back().experts.get(), *opened.files);
+    std::printf("pages dropped before: plain reads %.2f GB/s, experts to the GPU %.2f GB/s, %.0f %%\n", plain, experts,
+                100 * experts / plain);
+    std::fflush(stdout);
+  }
+  plain_reads(*opened.files, a.readers);
+  const double plain = (std::max)(plain_reads(*opened.files, a.readers), plain_reads(*opened.files, a.readers));
+  const double experts =
+      (std::max)(expert_rate(model, nullptr, *opened.files), expert_rate(model, nullptr, *opened.files));
+  std::printf(
+      "files in host memory: copies %.1f GB/s, plain reads %.1f GB/s, experts to the GPU %.1f GB/s: %.0f %% of "
+      "the copies, %.0f %% of the plain reads\n",
+      copies, plain, experts, 100 * experts / copies, 100 * experts / plain);
+  std::fflush(stdout);
+  if (a.rates) return 0;
+  const size all = K3DeviceModel::plan_experts(model), slot = all / slots, floor = model.config.moe.top_k * slot;
+  std::printf(
+      "cache | slots | tokens/s | first token, ms | experts, GB/s | of copies | found there | loading the rest, "
+      "GB/s\n");
+  std::vector<id> expected;
+  bool same = true;
+  for (const size memory : {all, all - slot, all / 2, all / 10, floor}) {
+    const Decoded d = decode(opened, (std::max)(memory, floor), a.tokens);
+    if (expected.empty()) expected = d.tokens;
+    same = same && d.tokens == expected;
+    std::printf("%5.1f %% | %zu | %.1f | %.1f | %.1f | %.0f %% | %.1f %% | %.1f%s\n",
+                100 * static_cast<double>(memory) / static_cast<double>(all), d.slots, d.per_second, 1e3 * d.first,
+                d.bytes_per_second, 100 * d.bytes_per_second / copies, 100 * d.hit_rate, d.load,
+                d.tokens == expected ? "" : " OTHER TOKENS");
+    std::fflush(stdout);
+  }
+  return same ? 0 : 1;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Arguments a;
+  for (int i = 1; i < argc; ++i) {
+    const std::string option = argv[i];
+    const auto number = [&] { return i + 1 < argc ? std::atoll(argv[++i]) : 0; };
+    if (option == "--cold")
+      a.cold = true;
+    else if (option == "--tokens")
+      a.tokens = static_cast<size>(number());
+    else if (option == "--readers")
+      a.readers = static_cast<int>(number());
+    else if (option == "--window")
+      a.window = static_cast<size>(number());
+    else if (option == "--rates")
+      a.rates = true;
+    else if (option == "--read-bytes")
+      a.read_bytes = static_cast<size>(number());
+    else
+      a.folder = option;
+  }
+  if (a.folder.empty()) {
+    std::fprintf(stderr,
+                 "usage: %s MODEL_DIR [--cold] [--tokens N] [--readers N] [--read-bytes N] [--window N] [--rates]\n",
+                 argv[0]);
+    return 2;
+  }
+  try {
+    return run(a);
+  } catch (const std::exception& problem) {
+    std::fprintf(stderr, "%s\n", problem.what());
+    return 1;
+  }
+}

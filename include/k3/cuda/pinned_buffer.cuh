@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <cstddef>
+#include <memory>
+
+#include <k3/cuda/buffer.cuh>
+
+namespace k3 {
+
+/// Page-locked host memory, which copies to and from the device need in order not to wait.
+template <class T>
+class PinnedBuffer {
+ public:
+  explicit PinnedBuffer(size count) {
+    const size bytes = detail::checked_product("PinnedBuffer", "count", count ? count : 1, sizeof(T));
+    detail::check_cuda("PinnedBuffer", "cudaMallocHost", cudaMallocHost(reinterpret_cast<void**>(&data_), bytes));
+  }
+  PinnedBuffer(const PinnedBuffer&) = delete;
+  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
+  ~PinnedBuffer() { detail::ignore_cuda(cudaFreeHost(data_)); }
+
+  T* data() { return data_; }
+  T& operator[](size i) { return data_[i]; }
+  const T& operator[](size i) const { return data_[i]; }
+
+ private:
+  T* data_ = nullptr;
+};
+
+/// Page-locked host memory that is shared, such as for StreamingOptions::allocate; null where the system does not give
+/// it.
+inline std::shared_ptr<std::byte> pinned_memory(size bytes) {
+  void* memory = nullptr;
+  const cudaError_t code = cudaMallocHost(&memory, bytes ? bytes : 1);
+  detail::ignore_cuda(code);
+  if (code != cudaSuccess) return nullptr;
+  return {static_cast<std::byte*>(memory), [](std::byte* old) { detail::ignore_cuda(cudaFreeHost(old)); }};
+}
+
+}  // namespace k3
