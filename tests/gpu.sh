@@ -16,6 +16,8 @@ and closes with the line `N passed, N failed`. NAME: only this test program (kda
   --build    build and link the programs, run none; counts the programs
   --run      run what --build has left in DIR, possibly on another machine; refused where the sources have changed since
   --quick    no sanitizers, no record
+
+With a NAME there is no record either. Without a GPU the programs are built, and their cases counted as skipped.
 END
 }
 
@@ -72,7 +74,8 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-if [ ${#names[@]} = 0 ]; then
+some=${#names[@]}
+if [ "$some" = 0 ]; then
   examples=(rms_norm tiny_decoder)
   for file in tests/cuda/test_*.cpp; do
     name=${file##*/test_}
@@ -183,7 +186,18 @@ elif [ "$(cat "$build/digest" 2>/dev/null)" != "$(digest)" ]; then
   echo "$build was not built from these sources: tests/gpu.sh --build"
   exit 1
 fi
+# Without a GPU the programs are built, and what they hold is counted as skipped.
+has_gpu() { nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU'; }
+if [ "$run" = yes ] && ! has_gpu; then
+  echo 'no GPU here: the programs are not run'
+  run=no
+fi
 if [ "$run" = no ]; then
+  cases=0
+  for name in "${names[@]}"; do
+    cases=$((cases + $("$build/test_$name" --list-test-names-only 2>/dev/null | grep -c .)))
+  done
+  echo "$cases test cases in ${#names[@]} programs skipped"
   echo "$passed passed, $failed failed"
   [ "$failed" = 0 ] && [ "$passed" -gt 0 ]
   exit
@@ -261,6 +275,8 @@ if [ "$quick" = no ]; then
     if [ "$status" != 0 ]; then grep -E '=====|FAILED|error' "$build/$name.$tool" | head -n 12; fi
   done
   echo "sanitizers: $((SECONDS - begin)) s"
+fi
+if [ "$quick" = no ] && [ "$some" = 0 ]; then
   {
     printf '{"device":"%s","date":"%s","digest":"%s","passed":%s,"failed":%s,"results":[\n' \
       "$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)" "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$(digest)" \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# <k3/k3.hpp> reaches every header that needs no library, and none of k3/io; what it costs to compile is reported.
+# <k3/k3.hpp> reaches every header that needs no library, and none of k3/io, and compiles in less than two seconds.
 # shellcheck source=tests/headers/common.sh
 . "$(dirname "$0")/common.sh"
 root=$1
@@ -13,7 +13,9 @@ reached() {  # root
     sed -n 's|^\(\./\)\{0,1\}\(k3/.*\.hpp\)$|\2|p' | sort
 }
 
-forgotten() { comm -13 <(reached "$1") <(headers "$1"); }
+# Of io/streamed_experts.hpp and cuda/expert_cache.cuh alone.
+internal=k3/model/use_counts.hpp
+forgotten() { comm -13 <(reached "$1") <(headers "$1") | sed "\\|^$internal\$|d"; }
 
 left=$(forgotten "$root")
 [ -z "$left" ] || fail "not reached by <k3/k3.hpp>:
@@ -32,7 +34,8 @@ compile() {
 }
 TIMEFORMAT='%3U %3S'
 best=$(for _ in 1 2 3; do { time compile; } 2>&1 | awk '{ printf "%.2f\n", $1 + $2 }'; done | sort -n | head -n 1)
-echo "note: a unit with only <k3/k3.hpp> compiles in $best s without optimisation (wanted: below 2) with $compiler"
+echo "a unit with only <k3/k3.hpp> compiles in $best s without optimisation with $compiler"
+awk -v best="$best" 'BEGIN { exit !(best < 2) }' || fail "that is not less than 2 s"
 
 have_nvcc || exit 0
 
