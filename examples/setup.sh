@@ -39,7 +39,8 @@ k3_has_header() {
 }
 
 # Puts into k3_missing the Debian packages of what is not there. Programs and headers are tried, whoever installed them.
-k3_find_missing() {  # [catch2]
+k3_find_missing() {  # [catch2] [cmake]
+  local package
   k3_missing=()
   k3_find_compiler || k3_missing+=(g++)
   k3_meson_is_new_enough || k3_missing+=(meson)
@@ -47,27 +48,31 @@ k3_find_missing() {  # [catch2]
   pkg-config --version >/dev/null 2>&1 || k3_missing+=(pkg-config)
   if [ ${#k3_missing[@]} -gt 0 ] && [ "${k3_missing[0]}" = g++ ]; then
     # Headers cannot be tried yet. They are after the compiler is installed, and apt skips what it has.
-    k3_missing_headers_by_package "$@"
+    k3_missing_by_package "$@"
     return
   fi
   k3_has_header nlohmann/json.hpp nlohmann_json || k3_missing+=(nlohmann-json3-dev)
   k3_has_header oniguruma.h oniguruma -lonig || k3_missing+=(libonig-dev)
   k3_has_header CLI/CLI.hpp CLI11 || k3_missing+=(libcli11-dev)
-  if [ "${1-}" = catch2 ]; then
-    k3_has_header catch2/catch.hpp catch2 || k3_has_header catch2/catch_all.hpp catch2 || k3_missing+=(catch2)
-  fi
+  for package in "$@"; do
+    case $package in
+      catch2)
+        k3_has_header catch2/catch.hpp catch2 || k3_has_header catch2/catch_all.hpp catch2 || k3_missing+=(catch2) ;;
+      cmake) cmake --version >/dev/null 2>&1 || k3_missing+=(cmake) ;;
+    esac
+  done
 }
 
-# The same for headers where there is no compiler to try them: by the packages' own word.
-k3_missing_headers_by_package() {  # [catch2]
+# The same for what comes after the compiler where there is none to try headers with: by the packages' own word.
+k3_missing_by_package() {  # [catch2] [cmake]
   local package
   for package in nlohmann-json3-dev libonig-dev libcli11-dev "$@"; do
     dpkg -s "$package" 2>/dev/null | grep -q '^Status: .* installed$' || k3_missing+=("$package")
   done
 }
 
-# k3_require yes|no [catch2]: names what is missing and, with yes, installs exactly that; ends the script where it
-# cannot.
+# k3_require yes|no [catch2] [cmake]: names what is missing and, with yes, installs exactly that; ends the script where
+# it cannot.
 k3_require() {
   local install=$1 as_root=()
   shift

@@ -39,7 +39,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-k3_require "$install" catch2
+k3_require "$install" catch2 cmake
 k3_configure "$root" "$build" -Dtests=enabled -Dexamples=enabled ${options[@]+"${options[@]}"}
 meson compile -C "$build" || {
   echo "the build failed: see above"

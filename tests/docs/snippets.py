@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """snippets.py ROOT: every piece of code in the README and in docs/ is that of the file it is said to come from, every
-link leads somewhere, and every accuracy bound in a table row stands in one of the files that the row links to."""
+link leads somewhere, and every accuracy bound in a table row stands in a file that the row's last column with links
+links to: that of the test where a table says which tests the bounds."""
 import re
 import sys
 import tempfile
@@ -78,12 +79,13 @@ def check_bounds(path):
     for number, line in prose(path):
         if not line.startswith("|"):
             continue
-        files = [path.parent / t for t in re.findall(r"\]\(([^)\s#]+\.[chp]pp)\)", line)]
+        cells = [re.findall(r"\]\(([^)\s#]+\.[chp]pp)\)", cell) for cell in re.split(r"(?<!\\)\|", line)]
+        files = [path.parent / target for target in next((cell for cell in reversed(cells) if cell), [])]
         text = " ".join(f.read_text(encoding="utf-8") for f in files if f.is_file())
         numbers = set(re.findall(r"\b\d+(?:\.\d+)?e-\d+", text))
         for bound in re.findall(r"\b\d+(?:\.\d+)?e-\d+", line):
             if files and bound not in numbers:
-                yield f"{path}:{number}: the bound {bound} is in none of the files that its row links to"
+                yield f"{path}:{number}: the bound {bound} is in none of the files that its row's last column links to"
 
 
 def problems(root):
@@ -102,17 +104,20 @@ def check_planted():
         root = Path(folder)
         for name in ("docs", "examples"):
             (root / name).mkdir()
+        (root / "examples" / "b.cpp").write_text("// <= 1e-7\n")
         (root / "examples" / "a.cpp").write_text("  // example-begin a\n  int a = 1;\n  // example-end a\n// <= 1e-6\n")
         (root / "README.md").write_text("```cpp example=a\nint a = 1;\n```\n"
                                         "```cpp examples/a.cpp\nint   a\n// ...\n1;\n```\n"
-                                        "[a](examples/a.cpp)\n| [a](examples/a.cpp) | 1e-6 |\n")
+                                        "[a](examples/a.cpp)\n| [a](examples/a.cpp) | 1e-6 |\n"
+                                        "| [b](examples/b.cpp) | 1e-6 of Σ\\|x\\| | [a](examples/a.cpp) |\n")
         assert list(problems(root)) == [], "a correct page was refused"
         (root / "docs" / "bad.md").write_text("```cpp example=a\nint a = 2;\n```\n"
                                               "```cpp examples/a.cpp\nint b\n```\n```cpp\nx\n```\n"
                                               "[a](nowhere.md)\n| [a](../examples/a.cpp) | 1e-7 |\n"
+                                              "| [a](../examples/a.cpp) | 1e-6 | [b](../examples/b.cpp) |\n"
                                               "```cpp example=b\n```\n```\n")
         found = len(list(problems(root)))
-        assert found == 7, f"{found} of 7 planted mistakes were noticed"
+        assert found == 8, f"{found} of 8 planted mistakes were noticed"
 
 
 def main():

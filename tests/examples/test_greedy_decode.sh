@@ -56,13 +56,36 @@ assert text.count("\n") == 1 and got["prompt"] == [5, 17] and got["stop"] == "ma
 assert len(got["tokens"]) == len(got["logits"]) == 3
 for token, row in zip(got["tokens"], got["logits"]):
     assert len(row) == 2048 and max(range(2048), key=row.__getitem__) == token
-first = text[text.index("[[") + 2:text.index(",", text.index("[["))]
-assert 8 <= sum(c.isdigit() for c in first.split("e")[0].lstrip("-0.")) <= 9, first
+digits = [len(number.split("e")[0].lstrip("-0.").replace(".", ""))
+          for number in text[text.index("[[") + 2:text.index("]]")].replace("],[", ",").split(",")]
+assert max(digits) == 9, f"at most {max(digits)} significant digits, not 9"
 END
 first=$("$program" "$model" --ids 5,17 --max-new 3 --json 2>/dev/null | sed 's/.*"tokens":\[\([0-9]*\),.*/\1/')
 same 'a run that meets its end token' \
   "$("$program" "$model" --ids 5,17 --max-new 3 --json --eos "7,$first" 2>/dev/null)" \
   "{\"prompt\":[5,17],\"tokens\":[$first],\"stop\":\"eos\"}"
+# An end token is not printed as text; the tokenizer's [EOS] is an end token. Standard error has speed and memory.
+same 'text before an end token' "$("$program" "$model" --ids 5,17 --max-new 3 --eos "7,$first" 2>/dev/null)" ''
+same 'a text that ends with [EOS]' "$("$program" "$model" --prompt 'THE END' --max-new 9 --json 2>"$scratch/err" |
+  sed 's/.*"tokens"/"tokens"/')" '"tokens":[198,1793],"stop":"eos"}'
+same 'text before [EOS]' "$("$program" "$model" --prompt 'THE END' --max-new 9 2>/dev/null | od -An -tx1)" ' 0a 0a'
+same 'a summary' "$(grep -cE '; 2 new tokens, [0-9.]+ tokens/s; peak memory [0-9.]+ MB; stopped at' "$scratch/err")" 1
+same 'what --help says of the exit status' "$("$program" --help | grep -c '^Exit status: 0; 2 .*; 1 ')" 1
+
+# The faults on purpose: other tokens, but for those that are none.
+faulty() { env "$@" "$program" "$model" --ids 5,17 --max-new 3 2>/dev/null; }
+plain=$(faulty)
+same 'the whole mixture' "$(faulty K3_ATTNRES_MIX=1)" "$plain"
+for fault in K3_ATTNRES_MIX=0 K3_FORCE_EXPERT=0; do
+  got=$(faulty "$fault")
+  same "other tokens with $fault" "$([ -n "$got" ] && [ "$got" != "$plain" ] && echo yes)" yes
+done
+
+# A program without CUDA says so.
+expect 2 '--backend cuda' "$model" --ids 1 --max-new 1 --backend cuda --threads 2
+if ! grep -qa cudaStreamCreate "$program"; then
+  expect 2 'was built without CUDA' "$model" --ids 1 --max-new 1 --backend cuda
+fi
 
 # Threads wait passively unless the environment says otherwise; OpenMP itself tells (where the program has it).
 policy() {  # env ARGUMENT...

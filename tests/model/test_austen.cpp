@@ -7,6 +7,7 @@
 
 #include <k3/io/tokenizer.hpp>
 
+#include "model/more_geometries.hpp"
 #include "support/fixture.hpp"
 
 using namespace k3;
@@ -73,8 +74,10 @@ Likelihood<P> likelihood(const std::vector<id>& tokens) {
   return result;
 }
 
+/// Texts and logits with run-time geometry, and the same bits with compile-time geometry.
 template <class P>
 void check_prompts() {
+  Decoder<P, austen_9l::Decoder> fixed(host{}, austen(), {}, 32, 1);
   for (const nlohmann::json& prompt : expected()["prompts"]) {
     const std::vector<id> ids = prompt["ids"], generated = prompt["generated"];
     INFO(P::name << ": " << prompt["text"].get<std::string>().substr(0, 60));
@@ -85,6 +88,14 @@ void check_prompts() {
     const double tolerance = std::is_same_v<P, Fp64> ? 1e-6 : 2e-4;
     check(compare(result.logits.front(), prompt["first_logits"].get<std::vector<double>>(), tolerance, 0, true));
     check(compare(result.logits.back(), prompt["last_logits"].get<std::vector<double>>(), tolerance, 0, true));
+    HybridCache<P> cache = fixed.make_cache(1, ids.size() + generated.size());
+    const auto by_fixed = greedy_decode(fixed, cache, 0, view(ids), {generated.size(), {}, true});
+    CHECK(by_fixed.tokens == generated);
+    REQUIRE(by_fixed.logits.size() == result.logits.size());
+    for (size row = 0; row < result.logits.size(); ++row) {
+      INFO("compile-time geometry, row " << row);
+      check(same_bits(by_fixed.logits[row], result.logits[row]));
+    }
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <map>
 
+#include "model/more_geometries.hpp"
 #include "support/fixture.hpp"
 #include "support/fixture_geometry.hpp"
 
@@ -47,11 +48,11 @@ struct Collector {
 };
 
 /// Runs the third prompt, `rows` tokens a pass, and compares every inner value that the reference has.
-template <class P>
-size check_inner_values(const Fixture& fixture, size rows) {
+template <class P, class G>
+size check_inner_values(const Fixture& fixture, G geometry, size rows) {
   const std::vector<id> ids = fixture.ids(2);
   const size count = ids.size(), layers = fixture.model.graph.layers.size();
-  Decoder<P> decoder(host{1}, fixture.model, rows, rows);
+  Decoder<P, G> decoder(host{1}, fixture.model, geometry, rows, rows);
   HybridCache<P> cache = decoder.make_cache(1, count);
   std::map<std::string, std::vector<double>> seen;
   std::vector<id> slots(rows, 0);
@@ -96,6 +97,14 @@ size check_inner_values(const Fixture& fixture, size rows) {
   return compared;
 }
 
+template <class G>
+void check_all_inner_values(const Fixture& f, G geometry) {
+  for (const size rows : {size{1}, size{7}, size{32}}) {
+    CHECK(check_inner_values<Fp32>(f, geometry, rows) > 25);
+    CHECK(check_inner_values<Fp64>(f, geometry, rows) > 25);
+  }
+}
+
 }  // namespace
 
 TEST_CASE("reference checkpoints: tokens and logits with run-time geometry") {
@@ -126,6 +135,7 @@ TEST_CASE("reference checkpoints: compile-time geometry gives the same bits as r
     CHECK(cache_a.to_bytes(0) == cache_b.to_bytes(0));
   };
   compare_static(fixture("k3-tiny-5l"), tiny_5l::Decoder{});
+  compare_static(fixture("k3-tiny-13l"), tiny_13l::Decoder{});
   compare_static(fixture("kimi-linear-5l"), kimi_linear_5l::Decoder{});
 }
 
@@ -133,8 +143,11 @@ TEST_CASE("reference checkpoints: inner values") {
   const std::string name =
       GENERATE(from_range(std::vector<std::string>(std::begin(fixture_names), std::end(fixture_names))));
   const Fixture& f = fixture(name);
-  for (const size rows : {size{1}, size{7}, size{32}}) {
-    CHECK(check_inner_values<Fp32>(f, rows) > 25);
-    CHECK(check_inner_values<Fp64>(f, rows) > 25);
-  }
+  check_all_inner_values(f, decoder_geometry_from(f.model.config));
+}
+
+TEST_CASE("reference checkpoints: inner values with compile-time geometry") {
+  check_all_inner_values(fixture("k3-tiny-5l"), tiny_5l::Decoder{});
+  check_all_inner_values(fixture("k3-tiny-13l"), tiny_13l::Decoder{});
+  check_all_inner_values(fixture("kimi-linear-5l"), kimi_linear_5l::Decoder{});
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// MLA: behaviour cases, caches, batches.
+// MLA: behaviour cases, caches, batches, and attention on expanded keys and values against plain loops.
+#include <cstdlib>
 #include <limits>
 
 #include <k3/ops/gated_mla_attend.hpp>
@@ -259,4 +260,104 @@ TEST_CASE("a copied cache goes its own way", "[mla]") {
   const std::vector<float> key(24), value(16);
   CHECK_THROWS_AS(expanded.append(view(key), view(value)), invalid_argument);
   CHECK(taken.capacity() == 1);
+}
+
+namespace {
+
+/// Queries, keys, values and gates of several tokens, exact in bf16, and the attention on them.
+struct ExpandedProblem {
+  MlaConfig g;
+  size tokens, first;
+  std::vector<double> q, k, v, gate;
+
+  ExpandedProblem(const MlaConfig& geometry, size token_count, size first_position, std::uint32_t seed)
+      : g(geometry), tokens(token_count), first(first_position) {
+    const auto numbers = [&](size count) {
+      return converted<double>(converted<bf16>(random_normal(count, seed++, 1.0)));
+    };
+    q = numbers(tokens * mla_q_width(g));
+    k = numbers(tokens * mla_q_width(g));
+    v = numbers(tokens * mla_v_width(g));
+    gate = numbers(tokens * mla_v_width(g));
+  }
+
+  /// Element i of a head's query or key, `row` beginning at the head and `t` its token, turned as a complex number.
+  double turned(const double* row, size t, size i) const {
+    const size nope = g.qk_nope_head_dim, rope = g.qk_rope_head_dim;
+    if (g.mla_use_nope || i < nope) return row[i];
+    const size pair = (i - nope) % (rope / 2);
+    const double a = row[nope + pair], b = row[nope + pair + rope / 2];
+    const double angle =
+        static_cast<double>(first + t) * std::pow(1e4, -2 * static_cast<double>(pair) / static_cast<double>(rope));
+    return i - nope < rope / 2 ? a * std::cos(angle) - b * std::sin(angle) : a * std::sin(angle) + b * std::cos(angle);
+  }
+
+  /// The output [tokens, heads * v], written from the formulas.
+  std::vector<double> oracle() const {
+    const size qk = g.qk_nope_head_dim + g.qk_rope_head_dim, dv = g.v_head_dim;
+    std::vector<double> out(v.size());
+    for (size t = 0; t < tokens; ++t)
+      for (size h = 0; h < g.heads; ++h) {
+        std::vector<double> weight(t + 1);
+        double sum = 0;
+        for (size s = 0; s <= t; ++s) {
+          double dot = 0;
+          for (size i = 0; i < qk; ++i)
+            dot += turned(&q[(t * g.heads + h) * qk], t, i) * turned(&k[(s * g.heads + h) * qk], s, i);
+          sum += weight[s] = std::exp(dot / std::sqrt(static_cast<double>(qk)));
+        }
+        for (size i = 0; i < dv; ++i) {
+          const size at = (t * g.heads + h) * dv + i;
+          for (size s = 0; s <= t; ++s) out[at] += weight[s] / sum * v[(s * g.heads + h) * dv + i];
+          if (g.mla_use_output_gate) out[at] /= 1 + std::exp(-gate[at]);
+        }
+      }
+    return out;
+  }
+
+  template <class T, class G>
+  std::vector<T> attend(G geometry) const {
+    const std::vector<T> qs = converted<T>(q), ks = converted<T>(k), vs = converted<T>(v), gates = converted<T>(gate);
+    std::vector<T> out(v.size(), T(7.0f));
+    const size q_width = mla_q_width(g), v_width = mla_v_width(g);
+    View<const T, 2> gate_rows;
+    if (g.mla_use_output_gate) gate_rows = view(gates, tokens, v_width);
+    gated_mla_attend(host{1}, geometry, view(qs, tokens, q_width), view(ks, tokens, q_width), view(vs, tokens, v_width),
+                     gate_rows, first, 1e4, view(out, tokens, v_width));
+    return out;
+  }
+};
+
+/// mla_geometry_of(3, 20, 12, 28, 40) with RoPE, at compile time.
+struct RopeMla {
+  static constexpr size heads = 3, qk_nope_head_dim = 20, qk_rope_head_dim = 12, v_head_dim = 28;
+  static constexpr size q_lora_rank = 0, kv_lora_rank = 40;
+  static constexpr bool mla_use_nope = false, mla_use_output_gate = true;
+  static constexpr float norm_eps = 1e-6f;
+};
+
+}  // namespace
+
+TEST_CASE("gated_mla_attend against plain loops in double, NoPE and RoPE", "[mla]") {
+  for (MlaConfig g : {mla_geometry_of(3, 20, 12, 28, 40), mla_geometry_of(2, 8, 4, 6, 10, false),
+                      mla_geometry_of(2, 128, 64, 128, 512)})
+    for (const bool nope : {true, false})
+      for (const size first : {size{0}, size{1000}}) {
+        g.mla_use_nope = nope;
+        const ExpandedProblem problem(g, 40, first, 11);
+        const std::vector<double> want = problem.oracle();
+        // An angle of a thousand radians is itself known to no more than 1e-13.
+        const Comparison fp64 = compare(problem.attend<double>(g), want, nope || first == 0 ? 1.2e-15 : 3e-14, 0, true);
+        const Comparison fp32 = compare(problem.attend<float>(g), want, 5e-7, 0, true);
+        CAPTURE(g.heads, g.v_head_dim, nope, first, fp64.worst, fp32.worst);
+        if (std::getenv("K3_TEST_VERBOSE")) WARN("double " << fp64.worst << ", float " << fp32.worst);
+        check(fp64);
+        check(fp32);
+      }
+}
+
+TEMPLATE_TEST_CASE("gated_mla_attend gives the same bits with compile-time geometry", "[mla]", Fp64, Fp32, Bf16) {
+  using T = typename TestType::activation;
+  const ExpandedProblem problem(mla_config(RopeMla{}), 20, 5, 12);
+  check(same_bits(problem.attend<T>(RopeMla{}), problem.attend<T>(problem.g)));
 }

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The parts of a LatentMoE layer, known points, and what is refused.
+#include <cstdlib>
+
 #include "ops/moe_problem.hpp"
 
 using namespace k3;
@@ -43,17 +45,16 @@ TEST_CASE("mix_routed_experts sums in order of rank, repeated experts included",
   std::vector<float> out(2 * w);
   mix_routed_experts(host{}, medium, view(latent, 2, w), view(ids, 2, 3), view(weights, 2, 3), stored.experts,
                      workspace, view(out, 2, w));
-  std::vector<float> want(2 * w);
-  for (std::size_t row = 0; row < 2; ++row)
-    for (std::size_t j = 0; j < 3; ++j) {
-      const auto e = static_cast<std::size_t>(ids[row * 3 + j]);
-      std::vector<float> y(w);
-      MlpWorkspace<Fp32> mlp(medium.expert_hidden, 1);
-      dense_mlp(host{}, medium.activation, view(latent, 2, w).slice(0, row, 1), stored.experts[e].w1,
-                stored.experts[e].w3, stored.experts[e].w2, mlp, view(y, 1, w));
-      for (std::size_t i = 0; i < w; ++i) want[row * w + i] += weights[row * 3 + j] * y[i];
-    }
-  check(compare(out, want, 3e-7, 0, true));
+  Doubles want(2 * w);
+  for (std::size_t j = 0; j < 6; ++j) {
+    const auto e = static_cast<std::size_t>(ids[j]);
+    const auto x = latent.begin() + static_cast<std::ptrdiff_t>(j / 3 * w);
+    const Doubles y = naive_mlp(medium.activation, l.w1[e], l.w3[e], l.w2[e],
+                                converted<double>(std::vector<float>(x, x + static_cast<std::ptrdiff_t>(w))),
+                                Rounding::none(), false);
+    for (std::size_t i = 0; i < w; ++i) want[j / 3 * w + i] += static_cast<double>(weights[j]) * y[i];
+  }
+  check(compare(out, want, 8e-7, 0, true));
   CHECK(workspace.expert_rows(5) == 5);
   auto rows_swapped = std::vector<float>(latent.begin() + static_cast<std::ptrdiff_t>(w), latent.end());
   rows_swapped.insert(rows_swapped.end(), latent.begin(), latent.begin() + static_cast<std::ptrdiff_t>(w));
@@ -64,6 +65,74 @@ TEST_CASE("mix_routed_experts sums in order of rank, repeated experts included",
                      stored.experts, workspace, view(swapped, 2, w));
   std::rotate(swapped.begin(), swapped.begin() + static_cast<std::ptrdiff_t>(w), swapped.end());
   check(same_bits(swapped, out));
+}
+
+namespace {
+
+/// `medium` at compile time.
+struct Medium {
+  static constexpr size hidden = 48, latent = 32, expert_hidden = 40, n_routed = 9, top_k = 3, n_shared = 2;
+  static constexpr GluConfig activation{};
+  static constexpr bool use_norm = true, renormalize = true;
+  static constexpr float routed_scaling_factor = 1.0f;
+};
+static_assert(latent_moe_config(Medium{}) == medium);
+
+/// mix_routed_experts in P, its outputs widened.
+template <class P, class G>
+Doubles mixed(const host& exec, G g, const Layer& l, const Doubles& latent, const std::vector<id>& ids,
+              const Doubles& weights) {
+  const std::size_t rows = ids.size() / l.g.top_k, w = moe_expert_width(l.g);
+  const Stored<typename P::activation> stored(l);
+  const auto x = converted<typename P::activation>(latent);
+  const auto weight = converted<typename P::accumulator>(weights);
+  MoeWorkspace<P> workspace(g, rows);
+  std::vector<typename P::accumulator> out(rows * w);
+  mix_routed_experts(exec, g, view(x, rows, w), view(ids, rows, size{l.g.top_k}), view(weight, rows, size{l.g.top_k}),
+                     stored.experts, workspace, view(out, rows, w));
+  return converted<double>(out);
+}
+
+}  // namespace
+
+TEST_CASE("mix_routed_experts against the naive sum of naive experts", "[latent_moe]") {
+  const LatentMoeConfig wide{64, 96, 256, 12, 6, 0, {}, true, true, 1.0f};
+  const LatentMoeConfig no_latent{70, 0, 33, 5, 2, 0, GluConfig::silu(), false, true, 2.446f};
+  const host every_isa[] = {{1, Isa::plain}, {1, Isa::avx2}, {2, Isa::avx512}};
+  std::uint32_t seed = 300;
+  for (const LatentMoeConfig& g : {medium, wide, no_latent}) {
+    const Layer l = random_layer(g, seed += 100);
+    const std::size_t rows = 37, w = moe_expert_width(g);  // an expert may have more rows than one product takes
+    const Doubles latent = exact_normal(rows * w, seed + 90, 1.0),
+                  weights = exact_normal(rows * g.top_k, seed + 91, 0.5);
+    std::vector<id> ids(rows * g.top_k);
+    for (std::size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<id>(i * i % 11 % g.n_routed);
+    Doubles want(rows * w);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      const auto e = static_cast<std::size_t>(ids[i]), row = i / g.top_k;
+      const auto x = latent.begin() + static_cast<std::ptrdiff_t>(row * w);
+      const Doubles y = naive_mlp(g.activation, l.w1[e], l.w3[e], l.w2[e],
+                                  Doubles(x, x + static_cast<std::ptrdiff_t>(w)), Rounding::none(), false);
+      for (std::size_t c = 0; c < w; ++c) want[row * w + c] += weights[i] * y[c];
+    }
+    for (const host& exec : every_isa) {
+      const Comparison fp32 = compare(mixed<Fp32>(exec, g, l, latent, ids, weights), want, 8e-7, 0, true);
+      CAPTURE(w, static_cast<int>(exec.isa), fp32.worst);
+      const Comparison fp64 = compare(mixed<Fp64>(exec, g, l, latent, ids, weights), want, 2e-15, 0, true);
+      if (std::getenv("K3_TEST_VERBOSE")) WARN("float " << fp32.worst << ", double " << fp64.worst);
+      check(fp32);
+      check(fp64);
+    }
+  }
+}
+
+TEMPLATE_TEST_CASE("mix_routed_experts gives the same bits with compile-time geometry", "[latent_moe]", Fp32, Fp64,
+                   Bf16) {
+  const Layer l = random_layer(medium, 700);
+  const Doubles latent = exact_normal(5 * medium.latent, 701, 1.0), weights = exact_normal(15, 702, 0.5);
+  const std::vector<id> ids{5, 2, 8, 0, 5, 1, 3, 3, 3, 7, 6, 5, 4, 2, 0};
+  check(same_bits(mixed<TestType>(host{}, Medium{}, l, latent, ids, weights),
+                  mixed<TestType>(host{}, medium, l, latent, ids, weights)));
 }
 
 namespace {

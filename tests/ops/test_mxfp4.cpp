@@ -10,7 +10,8 @@
 #include <k3/ops/dequantize_mxfp4.hpp>
 #include <k3/ops/quantize_mxfp4.hpp>
 
-#include "support/catch.hpp"
+#include "support/compare.hpp"
+#include "support/ops_fixture.hpp"
 
 using namespace k3;
 
@@ -40,6 +41,20 @@ Quantised quantised(const std::vector<T>& x, size rows, int threads = 1) {
   quantize_mxfp4({threads}, view(x.data(), rows, columns), view(q.packed, rows, columns / 2),
                  view(q.scale, rows, columns / 32));
   return q;
+}
+
+/// What a fixture says, bit for bit; any NaN is one.
+template <class T>
+void check_values(const std::vector<T>& got, const std::vector<double>& want) {
+  REQUIRE(got.size() == want.size());
+  size wrong = 0;
+  for (size i = 0; i < want.size(); ++i) {
+    const double value = static_cast<double>(got[i]);
+    const bool same =
+        std::isnan(want[i]) ? std::isnan(value) : value == want[i] && std::signbit(value) == std::signbit(want[i]);
+    if (!same && ++wrong <= 3) FAIL_CHECK("element " << i << ": got " << value << ", want " << want[i]);
+  }
+  CHECK(wrong == 0);
 }
 
 /// The rule in long arithmetic: the scale from a loop over powers of two, the code from all eight distances.
@@ -166,6 +181,38 @@ TEST_CASE("quantize_mxfp4: the scale rounds down, the largest value up to 6", "[
   q = quantised(x, 1);
   CHECK(q.scale[0] == 127);
   CHECK(dequantised<float>(q.packed, q.scale, 1)[5] == -6.0f);
+}
+
+TEMPLATE_TEST_CASE("mxfp4: the fixture's table of all scales and codes", "[mxfp4]", float, double, bf16) {
+  for (const test::OpsCase& one : test::ops_cases("mxfp4_table")) {
+    INFO(one.name);
+    const auto scale = test::converted<std::uint8_t>(one.tensor("scale_byte").values);
+    const auto code = test::converted<std::uint8_t>(one.tensor("nibble").values);
+    const size rows = scale.size(), codes = code.size();
+    REQUIRE((rows == 256 && codes == 16));
+    const std::vector<double> value = one.tensor("value").values;
+    std::vector<std::uint8_t> packed(rows * codes);  // each code twice, so that a row is one group
+    std::vector<double> want(rows * 2 * codes);
+    for (size row = 0; row < rows; ++row)
+      for (size i = 0; i < codes; ++i) {
+        packed[row * codes + i] = static_cast<std::uint8_t>(code[i] | code[codes - 1 - i] << 4);
+        want[row * 2 * codes + 2 * i] = value[row * codes + i];
+        want[row * 2 * codes + 2 * i + 1] = value[row * codes + codes - 1 - i];
+      }
+    check_values(dequantised<TestType>(packed, scale, rows), want);
+  }
+}
+
+TEMPLATE_TEST_CASE("mxfp4: the fixture's matrices", "[mxfp4]", float, double, bf16) {
+  const std::vector<test::OpsCase> cases = test::ops_cases("mxfp4_dequant");
+  CHECK(cases.size() == 2);
+  for (const test::OpsCase& one : cases) {
+    INFO(one.name);
+    const test::OpsTensor packed = one.tensor("weight_packed"), scale = one.tensor("weight_scale");
+    check_values(dequantised<TestType>(test::converted<std::uint8_t>(packed.values),
+                                       test::converted<std::uint8_t>(scale.values), packed.shape[0]),
+                 one.tensor("weight").values);
+  }
 }
 
 TEST_CASE("quantize_mxfp4: zeros and the ends of the range", "[mxfp4]") {

@@ -30,7 +30,7 @@ for script in examples tests; do
   if on_machine "$root/$script/run.sh" --no-install; then fail "$script/run.sh succeeded without a compiler"; fi
   said "missing: $everything"
 done
-said 'libcli11-dev catch2'
+said 'libcli11-dev catch2 cmake'
 
 # Without apt the packages are named; without root and sudo the command is.
 if on_machine "$root/examples/run.sh"; then fail "succeeded without apt"; fi
@@ -46,7 +46,7 @@ stand_in sudo 'exec "$@"'
 stand_in apt-get "echo \"\$*\" >>'$scratch/asked'"
 if on_machine "$root/tests/run.sh"; then fail "succeeded although apt-get installed nothing"; fi
 said 'still missing after the installation'
-grep -qx -- "install -y -qq --no-install-recommends $everything catch2" "$scratch/asked" ||
+grep -qx -- "install -y -qq --no-install-recommends $everything catch2 cmake" "$scratch/asked" ||
   fail "apt-get was asked: $(cat "$scratch/asked")"
 
 # A Meson that is too old counts as missing, one that is new enough does not.
@@ -69,8 +69,13 @@ done
 # From here on with the real programs, where all is there.
 # shellcheck source=examples/setup.sh
 . "$root/examples/setup.sh"
-k3_find_missing catch2
+k3_find_missing catch2 cmake
 [ ${#k3_missing[@]} = 0 ] || fail "missing on this machine, or not recognised: ${k3_missing[*]}"
+(
+  cmake() { return 1; }
+  k3_find_missing catch2 cmake
+  [ "${k3_missing[*]}" = cmake ]
+) || fail "it was not noticed that there is no cmake"
 configure() { k3_configure "$root" "$build" -Dcuda=disabled -Dtests=disabled -Dexamples=disabled; }
 configured() {
   (configure) >"$scratch/said" 2>&1 || fail "$1: $(cat "$scratch/said")"
