@@ -233,8 +233,6 @@ if [ "$quick" = no ]; then
     case $1/$2 in
       decoder/memcheck) echo "$decoder" ;;
       decoder/*) echo "$decoder"' ~"*alone and in any batch*"' ;;
-      mla/memcheck) ;;
-      mla/*) echo '~"*case 35*" ~"*all at once are one by one*" ~"*have no place touch nothing*"' ;;
     esac
   }
   sanitize() {  # name tool
