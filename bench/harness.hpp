@@ -9,6 +9,7 @@
 #include <cstring>
 #include <ctime>
 #include <fstream>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -146,7 +147,7 @@ inline std::string cpu_name() {
 
 /// Takes a program's options, `--quick` for shorter measurements and `--json FILE`, prints results as they come and,
 /// with the latter, merges them at the end into a file of one row a line: operations that this run did not measure
-/// stay.
+/// stay. Every row has the ceiling that its own program measured.
 class Report {
  public:
   Report(int argc, char** argv) {
@@ -189,7 +190,6 @@ class Report {
   }
 
   void ceiling(int threads, double bytes_per_second) {
-    ceilings_.emplace_back(threads, bytes_per_second);
     std::printf("read ceiling, %d thread%s: %.1f GB/s\n", threads, threads == 1 ? "" : "s", bytes_per_second * 1e-9);
   }
 
@@ -202,7 +202,18 @@ class Report {
   }
 
  private:
-  void merge() const {
+  static std::string line_of(const Result& r) {
+    char line[512];
+    std::snprintf(line, sizeof line,
+                  "{\"operation\": \"%s\", \"shape\": \"%s\", \"isa\": \"%s\", \"threads\": %d, \"us\": %.3f, "
+                  "\"us_spread\": %.3f, \"GBps\": %.3f, \"gweights\": %.3f, \"ceiling_GBps\": %.3f, \"percent\": %.2f}",
+                  r.operation.c_str(), r.shape.c_str(), r.isa.c_str(), r.threads, r.time.median_us,
+                  r.time.high_us - r.time.low_us, r.gigabytes(), r.gigaweights(), r.ceiling * 1e-9, r.percent());
+    return line;
+  }
+
+  /// The lines of operations that this run did not measure, then its own.
+  std::vector<std::string> merged_lines() const {
     std::set<std::string> measured;
     for (const Result& r : results_) measured.insert(r.operation);
     std::vector<std::string> lines;
@@ -214,16 +225,26 @@ class Report {
       if (line.back() == ',') line.pop_back();
       lines.push_back(line);
     }
-    in.close();
-    for (const Result& r : results_) {
-      char line[512];
-      std::snprintf(line, sizeof line,
-                    "{\"operation\": \"%s\", \"shape\": \"%s\", \"isa\": \"%s\", \"threads\": %d, \"us\": %.3f, "
-                    "\"us_spread\": %.3f, \"GBps\": %.3f, \"gweights\": %.3f, \"percent\": %.2f}",
-                    r.operation.c_str(), r.shape.c_str(), r.isa.c_str(), r.threads, r.time.median_us,
-                    r.time.high_us - r.time.low_us, r.gigabytes(), r.gigaweights(), r.percent());
-      lines.push_back(line);
+    for (const Result& r : results_) lines.push_back(line_of(r));
+    return lines;
+  }
+
+  /// The largest ceiling of any row, by number of threads: each program measures its own.
+  static std::map<int, double> ceilings_of(const std::vector<std::string>& lines) {
+    std::map<int, double> result;
+    for (const std::string& line : lines) {
+      const auto number = [&](const char* key) {
+        const auto at = line.find(key);
+        return at == std::string::npos ? 0.0 : std::atof(line.c_str() + at + std::strlen(key));
+      };
+      double& ceiling = result[static_cast<int>(number("\"threads\": "))];
+      ceiling = (std::max)(ceiling, number("\"ceiling_GBps\": "));
     }
+    return result;
+  }
+
+  void merge() const {
+    const std::vector<std::string> lines = merged_lines();
     char date[32];
     const std::time_t now = std::time(nullptr);
     std::strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
@@ -233,9 +254,11 @@ class Report {
       return;
     }
     std::fprintf(out, "{\"cpu\": \"%s\", \"date\": \"%s\", \"read_ceilings\": [", cpu_name().c_str(), date);
-    for (std::size_t i = 0; i < ceilings_.size(); ++i)
-      std::fprintf(out, "%s{\"threads\": %d, \"GBps\": %.3f}", i ? ", " : "", ceilings_[i].first,
-                   ceilings_[i].second * 1e-9);
+    const char* separator = "";
+    for (const auto& [threads, gigabytes] : ceilings_of(lines)) {
+      std::fprintf(out, "%s{\"threads\": %d, \"GBps\": %.3f}", separator, threads, gigabytes);
+      separator = ", ";
+    }
     std::fprintf(out, "], \"rows\": [");
     for (std::size_t i = 0; i < lines.size(); ++i) std::fprintf(out, "%s\n%s", i ? "," : "", lines[i].c_str());
     std::fprintf(out, "\n]}\n");
@@ -244,7 +267,6 @@ class Report {
 
   bool quick_ = false;
   std::string file_;
-  std::vector<std::pair<int, double>> ceilings_;
   std::vector<Result> results_;
 };
 

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The host's matrix products: bf16 and MXFP4 weights, both vector versions, one thread and all of them.
+// The host's matrix products: bf16 and MXFP4 weights, the transposed product, MLA's absorbed query map; both vector
+// versions, one thread and all of them.
 
-#include <k3/ops/linear.hpp>
+#include <k3/ops/mla_decode_token.hpp>
 
 #include "harness.hpp"
 
@@ -52,21 +53,32 @@ void run_shape(bench::Report& report, bench::RotatingPool& pool, const Setting& 
   }));
 }
 
-/// MLA's absorbed map: one product with a [128, 512] block per head, 96 heads, each with its own row of x and out.
-void run_absorb(bench::Report& report, bench::RotatingPool& pool, const Setting& setting, size batch) {
-  constexpr size heads = 96, rows = 128, columns = 512;
-  std::vector<bf16> x(batch * heads * rows, bf16(0.5f)), out(batch * heads * columns);
+/// The transposed product alone, at a size that all threads share.
+void run_transposed(bench::Report& report, bench::RotatingPool& pool, const Setting& setting, size batch) {
+  constexpr size rows = 7168, columns = 7168;
+  std::vector<bf16> x(batch * rows, bf16(0.5f)), out(batch * columns);
   const auto time = bench::measure(report.seconds(0.4), 200, [&](int) {
-    const bf16* weight = pool.next<bf16>(heads * rows * columns * 2);
-    for (size h = 0; h < heads; ++h)
-      linear_transposed(setting.exec, View<bf16, 2>{x.data() + h * rows, {batch, rows}, {heads * rows, 1}},
-                        view(weight + h * rows * columns, rows, columns),
-                        View<bf16, 2>{out.data() + h * columns, {batch, columns}, {heads * columns, 1}});
+    linear_transposed(setting.exec, view(x, batch, rows), view(pool.next<bf16>(rows * columns * 2), rows, columns),
+                      view(out, batch, columns));
   });
-  report.add({"linear_transposed bf16", "96x(" + shape_name({rows, columns}, batch) + ")",
-              bench::isa_name(setting.exec.isa), setting.exec.threads, time,
-              static_cast<double>(heads * rows * columns * 2), static_cast<double>(heads * rows * columns),
+  report.add({"linear_transposed bf16", shape_name({rows, columns}, batch), bench::isa_name(setting.exec.isa),
+              setting.exec.threads, time, static_cast<double>(rows * columns * 2), static_cast<double>(rows * columns),
               setting.ceiling});
+}
+
+/// As MLA uses it: a [128, 512] block for each of 96 heads, which the threads share. The bytes are half of kv_b's.
+void run_absorb(bench::Report& report, bench::RotatingPool& pool, const Setting& setting, size batch) {
+  const MlaConfig g = MlaConfig::production();
+  const size latent = g.kv_lora_rank, read = g.heads * g.qk_nope_head_dim * latent;
+  std::vector<bf16> q(batch * mla_q_width(g), bf16(0.5f)), out(batch * g.heads * mla_cache_width(g));
+  const auto time = bench::measure(report.seconds(0.4), 200, [&](int) {
+    const bf16* weight = pool.next<bf16>(mla_kv_b_rows(g) * latent * sizeof(bf16));
+    mla_absorb_query(setting.exec, g, view(q, batch, mla_q_width(g)), view(weight, mla_kv_b_rows(g), latent),
+                     view(out, batch, g.heads, mla_cache_width(g)));
+  });
+  report.add({"mla_absorb_query bf16", "96x(" + shape_name({g.qk_nope_head_dim, latent}, batch) + ")",
+              bench::isa_name(setting.exec.isa), setting.exec.threads, time, static_cast<double>(read * sizeof(bf16)),
+              static_cast<double>(read), setting.ceiling});
 }
 
 }  // namespace
@@ -81,6 +93,7 @@ int main(int argc, char** argv) {
       const Setting setting{host{.threads = threads, .isa = isa}, ceiling};
       for (const size batch : sizes{1, 4, 16}) {
         for (const Shape s : {Shape{7168, 7168}, Shape{3072, 3584}}) run_shape(report, pool, setting, s, batch);
+        run_transposed(report, pool, setting, batch);
         run_absorb(report, pool, setting, batch);
       }
     }

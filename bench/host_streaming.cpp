@@ -4,63 +4,21 @@
 // rates.
 //   host_streaming MODEL_DIR [readers [bytes of a read]]
 
-#include <fcntl.h>
-
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 
 #include <k3/io/checkpoint.hpp>
 #include <k3/model/greedy_decode.hpp>
 
+#include "streaming_files.hpp"
+
 namespace {
 
 using namespace k3;
+using namespace k3::bench;
 
-double seconds_of(const auto& body) {
-  const auto start = std::chrono::steady_clock::now();
-  body();
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-void drop_cached_pages(const Safetensors& files) {
-  for (const MappedFile& file : files.files()) {
-    const int descriptor = ::open(file.path().c_str(), O_RDONLY | O_CLOEXEC);
-    if (descriptor < 0) continue;
-    ::posix_fadvise(descriptor, 0, 0, POSIX_FADV_DONTNEED);
-    ::close(descriptor);
-  }
-}
-
-/// All files from end to end in reads of 8 MB by `threads` threads; bytes per second.
-double plain_reads(const Safetensors& files, int threads) {
-  constexpr size block = size{8} << 20;
-  std::vector<std::pair<const MappedFile*, size>> blocks;
-  size total = 0;
-  for (const MappedFile& file : files.files()) {
-    total += file.bytes();
-    for (size at = 0; at < file.bytes(); at += block) blocks.emplace_back(&file, at);
-  }
-  std::atomic<size> next{0};
-  const auto work = [&] {
-    std::vector<std::byte> buffer(block);
-    for (size i; (i = next++) < blocks.size();) {
-      const auto& [file, at] = blocks[i];
-      const int descriptor = ::open(file->path().c_str(), O_RDONLY | O_CLOEXEC);
-      if (::pread(descriptor, buffer.data(), block, static_cast<off_t>(at)) <= 0) std::abort();
-      ::close(descriptor);
-    }
-  };
-  const double seconds = seconds_of([&] {
-    std::vector<std::thread> readers;
-    for (int i = 0; i < threads; ++i) readers.emplace_back(work);
-    for (std::thread& reader : readers) reader.join();
-  });
-  return static_cast<double>(total) / seconds;
-}
-
-/// Every expert of every layer once, in the way a decoder asks: top_k announced, then used in turn.
+/// Every expert of every layer once, in the way a decoder asks: top_k announced, then used in turn; GB/s.
 double streamed_reads(const std::string& folder, const StreamingOptions& options, bool cold) {
   const StreamedModel streamed = stream_pretrained(folder, options);
   const size k = streamed.model.config.moe.top_k;
@@ -82,7 +40,7 @@ double streamed_reads(const std::string& folder, const StreamingOptions& options
   if (cold) drop_cached_pages(*storage->files);
   const std::uint64_t before = streamed.experts->statistics().bytes_read;
   const double seconds = seconds_of(pass);
-  return static_cast<double>(streamed.experts->statistics().bytes_read - before) / seconds;
+  return static_cast<double>(streamed.experts->statistics().bytes_read - before) / seconds / 1e9;
 }
 
 /// Seconds for `count` tokens after a first few: the median of five runs.
@@ -127,7 +85,7 @@ int main(int argc, char** argv) {
       best_streamed = (std::max)(best_streamed, streamed_reads(folder, {2 * floor, readers, read_bytes}, cold));
     }
     std::printf("%s: plain reads %.2f GB/s, experts %.2f GB/s, %.0f %%\n",
-                cold ? "after POSIX_FADV_DONTNEED" : "files in the page cache", best_plain / 1e9, best_streamed / 1e9,
+                cold ? "after POSIX_FADV_DONTNEED" : "files in the page cache", best_plain, best_streamed,
                 100 * best_streamed / best_plain);
   }
   const size count = slot > (size{1} << 20) ? 8 : 64;

@@ -20,7 +20,7 @@ END = "<!-- end of results -->"
 LEAST_CEILING = 4300  # GB/s; a run with less was disturbed
 TENSOR_TFLOPS = 750  # bf16 matrix products of this GPU, measured with a large product
 KEYS = ["op", "batch", "context", "us", "us_spread", "bytes", "GBps", "percent"]
-HOST_KEYS = ["operation", "shape", "isa", "threads", "us", "us_spread", "GBps", "gweights", "percent"]
+HOST_KEYS = ["operation", "shape", "isa", "threads", "us", "us_spread", "GBps", "gweights", "ceiling_GBps", "percent"]
 OPS = ["moe_experts", "kda_fused", "mla_attention", "attnres_norm", "dense_kda", "dense_mla", "dense_moe", "lm_head",
        "layer_kda_moe", "layer_mla_moe", "step_depth_cut"]
 
@@ -97,6 +97,9 @@ def check_host(data, name):
         require(isinstance(row, dict) and sorted(row) == sorted(HOST_KEYS), f"{name}: row {index}: its keys are not {', '.join(HOST_KEYS)}")
         for key in HOST_KEYS[3:]:
             require(number(row[key]) and row[key] >= 0, f"{name}: row {index}: {key} {row[key]!r}")
+        require(row["ceiling_GBps"] > 0, f"{name}: row {index}: ceiling_GBps {row['ceiling_GBps']!r}")
+        share = 100 * row["GBps"] / row["ceiling_GBps"]
+        require(abs(row["percent"] - share) <= 0.01 * share + 0.1, f"{name}: row {index}: percent {row['percent']}, not {share:.2f}")
     return data
 
 
@@ -208,7 +211,8 @@ def host_text(data):
         if row["threads"] not in line or row["us"] < line[row["threads"]]["us"]:
             line[row["threads"]] = row
     threads = sorted({row["threads"] for row in data["rows"]})
-    out = ["### The host", "", f"{data['cpu']}, {data['date'][:10]}. Plain read over 512 MB: {ceilings}.", "",
+    out = ["### The host", "", f"{data['cpu']}, {data['date'][:10]}. Plain read over 512 MB: {ceilings}. Each program measures it again, and "
+           "*% of read* is of its own; the largest stand here.", "",
            "![Threads](../bench/results/host_threads.svg)", "",
            "Microseconds of the fastest version that the processor has, by threads; rates are those with all threads.", "",
            "| operation | shape | " + " | ".join(str(t) for t in threads) + " | GB/s | Gweights/s | % of read |",

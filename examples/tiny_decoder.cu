@@ -20,8 +20,7 @@ auto decode(const k3::gpu& exec, const k3::K3DeviceModel& model, G geometry) {
 
 int run() {
   // example-begin cuda_setup
-  cudaStream_t stream = nullptr;  // of its own, so that steps are captured and replayed
-  if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess) return 1;
+  const k3::DeviceStream stream;  // of its own, so that steps are captured and replayed
   const k3::gpu exec{stream};
   const k3::K3CpuModel model = make_model();
   const k3::K3DeviceModel moved(model);  // the weights are on the device now
@@ -29,7 +28,6 @@ int run() {
   // example-end cuda_setup
   const auto read = decode<k3::Fp32>(exec, moved, k3::decoder_geometry_from(model.config));
   const auto exact = k3::greedy_decode<k3::Fp64>(k3::host{}, model, {1, 2, 3}, {.max_new = 12, .keep_logits = true});
-  cudaStreamDestroy(stream);
 
   std::printf("tokens:");
   for (const k3::id token : fixed.tokens) std::printf(" %d", token);

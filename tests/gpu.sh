@@ -8,25 +8,31 @@ usage() {
   cat <<'END'
 usage: tests/gpu.sh [--digest | --build | --run] [--quick] [--arch 90a] [--build-dir DIR] [NAME]...
 
-Builds tests/cuda and the examples for CUDA, runs every program, then the tests again at small shapes under
-compute-sanitizer's four tools (and `released`, at the released sizes, under memcheck), writes tests/gpu-last-run.json,
-and closes with the line `N passed, N failed`. NAME: only this test program (kda, linear, ...).
+Builds tests/cuda and the examples for CUDA, runs every program, compares what greedy_decode prints with --backend cuda
+with what it prints on the host, then runs the tests again at small shapes under compute-sanitizer's four tools (and
+`released`, at the released sizes, under memcheck), writes tests/gpu-last-run.json, and closes with the line
+`N passed, N failed`. A case that does nothing is named and counts as neither. NAME: only this test program (kda, ...).
 
   --digest   print the digest of the sources that a run is valid for, and nothing else
   --build    build and link the programs, run none; counts the programs
   --run      run what --build has left in DIR, possibly on another machine; refused where the sources have changed since
   --quick    no sanitizers, no record
 
-With a NAME there is no record either. Without a GPU the programs are built, and their cases counted as skipped.
+With a NAME there is no record either: the last one stays. Without a GPU the programs are built, and their cases counted
+as skipped. The headers and libraries of greedy_decode (nlohmann-json, CLI11, Oniguruma) and Catch2 are also looked for
+in the folders of CPATH and LIBRARY_PATH.
 END
 }
 
-# All files that a run's results depend on.
+# All files that a run's results depend on: sources, data and this script. Not the pages next to them (*.md): no
+# program reads them, and those of kernels/ hold figures that are only measured on the sources of a record.
+greedy_sources=(greedy_decode.cpp engine.cpp engine.hpp cuda_backend.hpp command_line.hpp progress.hpp)
 digest() {
   {
     find include kernels tests/cuda tests/support tests/data examples/data -type f \
       ! -name '*.md' ! -name '*.pyc' -print0
     find tests bench examples -type f \( -name '*.cu' -o -name '*.cuh' \) ! -path 'tests/cuda/*' -print0
+    printf '%s\0' tests/gpu.sh "${greedy_sources[@]/#/examples/}" examples/tiny_model.hpp
   } | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d' ' -f1
 }
 
@@ -85,7 +91,11 @@ fi
 
 mkdir -p "$build"
 flags=(-std=c++20 -O2 -Iinclude -Ikernels -Itests)
-device_flags=("-gencode=arch=compute_$arch,code=sm_$arch" -diag-suppress 1675 -Xcompiler -fopenmp)
+device_flags=(-diag-suppress 1675 -Xcompiler -fopenmp)
+for_arch() { printf -- '-gencode=arch=compute_%s,code=sm_%s' "$1" "$1"; }
+# An architecture whose code does not run on a GPU of this one.
+other_arch=120
+if [[ $arch = 12* ]]; then other_arch=80; fi
 if [ "$compile" = no ]; then
   catch=()
 elif echo '#include <catch2/catch_all.hpp>' | g++ -std=c++20 -x c++ -fsyntax-only - 2>/dev/null; then
@@ -100,14 +110,39 @@ halves() {
   sed -nE 's|^#include "cuda/([a-z_]+)_device.hpp"$|\1|p' "tests/cuda/test_$1.cpp" | sort -u
 }
 device_half() {
-  nvcc "${flags[@]}" "${device_flags[@]}" -c "tests/cuda/$1_device.cu" -o "$build/$1_device.o" \
+  local for=$arch
+  if [ "$1" = missing ]; then for=$other_arch; fi  # the test of kernels that are not there
+  nvcc "${flags[@]}" "${device_flags[@]}" "$(for_arch "$for")" -c "tests/cuda/$1_device.cu" -o "$build/$1_device.o" \
     >"$build/$1_device.log" 2>&1
 }
 host_half() {
   g++ "${flags[@]}" -fopenmp -c "tests/cuda/test_$1.cpp" -o "$build/test_$1.o" >"$build/test_$1.log" 2>&1
 }
 example() {
-  nvcc "${flags[@]}" "${device_flags[@]}" "examples/$1.cu" -o "$build/$1" >"$build/$1.log" 2>&1
+  nvcc "${flags[@]}" "${device_flags[@]}" "$(for_arch "$arch")" "examples/$1.cu" -o "$build/$1" >"$build/$1.log" 2>&1
+}
+# greedy_decode needs libraries that nothing else here does.
+greedy_log=$build/greedy_decode.log
+greedy_part() {  # source
+  local compiler=(g++ "${flags[@]}" -fopenmp)
+  if [[ $1 = *.cu ]]; then compiler=(nvcc "${flags[@]}" "${device_flags[@]}" "$(for_arch "$arch")"); fi
+  "${compiler[@]}" -c "examples/$1" -o "$build/greedy_$1.o" >"$build/greedy_$1.log" 2>&1
+}
+greedy_parts=(cuda_backend.cu greedy_decode.cpp engine.cpp)
+greedy_headers() {
+  local header absent=()
+  for header in nlohmann/json.hpp CLI/CLI.hpp oniguruma.h; do
+    echo "#include <$header>" | g++ -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || absent+=("$header")
+  done
+  if [ ${#absent[@]} = 0 ]; then return; fi
+  echo "error: greedy_decode cannot be built without ${absent[*]}: install them, or name their folders in CPATH" \
+    >"$greedy_log"
+  return 1
+}
+link_greedy() {
+  local part objects=()
+  for part in "${greedy_parts[@]}"; do objects+=("$build/greedy_$part.o"); done
+  nvcc "${objects[@]}" -lonig -lgomp -o "$build/greedy_decode" >"$greedy_log" 2>&1
 }
 link_program() {
   local objects=() half
@@ -115,14 +150,16 @@ link_program() {
   nvcc "$build/test_$1.o" "${objects[@]}" "${catch[@]}" -lgomp -o "$build/test_$1" >>"$build/test_$1.log" 2>&1
 }
 
-# The cases of a log with durations, as JSON: a case has failed where an assertion has since the case before it.
+# The cases of a log with durations, as JSON: a case has failed where an assertion has since the case before it, and is
+# skipped where it has none.
 cases() {
   awk '/FAILED:|terminated|fatal error/ { bad = 1 }
+       /^No assertions in test case/ { none = 1 }
        /^ *[0-9.]+ s: / {
          sub(/^ *[0-9.]+ s: /, ""); gsub(/["\\]/, "\\\\&")
          if (!($0 in result)) names[++count] = $0
-         if (!($0 in result) || bad) result[$0] = bad ? "failed" : "passed"
-         bad = 0
+         if (!($0 in result) || bad) result[$0] = bad ? "failed" : none ? "skipped" : "passed"
+         bad = none = 0
        }
        END {
          for (i = 1; i <= count; ++i)
@@ -130,21 +167,29 @@ cases() {
        }' "$1"
 }
 
-# Adds the cases of a Catch2 log to the counts.
+# Whether a sanitizer's log ends without a finding; other logs have none.
+clean() { ! grep -q '= COMPUTE-SANITIZER' "$1" || grep -qE 'SUMMARY: 0 (errors|hazards)' "$1"; }
+# Adds the cases of a Catch2 log to the counts. Those without assertions, which -w NoAssertions makes Catch2 count as
+# failed, count as nothing.
 passed=0 failed=0 results=()
 count() {  # name log status
-  local line good=0 bad=0
+  local line good=0 bad=0 none more=
   line=$(grep -E '^(All tests passed|test cases:)' "$2" | tail -n 1)
   if [[ $line =~ in\ ([0-9]+)\ test\ case ]]; then good=${BASH_REMATCH[1]}
   elif [[ $line =~ ^test\ cases: ]]; then
     [[ $line =~ ([0-9]+)\ passed ]] && good=${BASH_REMATCH[1]}
     [[ $line =~ ([0-9]+)\ failed ]] && bad=${BASH_REMATCH[1]}
   fi
-  if [ "$3" != 0 ] && [ "$bad" = 0 ]; then bad=1; fi
+  none=$(grep -c '^No assertions in test case' "$2")
+  if [ "$none" -gt "$bad" ]; then none=$bad; fi
+  bad=$((bad - none))
+  if [ "$3" != 0 ] && [ "$bad" = 0 ] && ! { [ "$none" -gt 0 ] && clean "$2"; }; then bad=1; fi
   if [ "$good" = 0 ] && [ "$bad" = 0 ]; then bad=1; fi
+  if [ "$none" -gt 0 ]; then more=", $none did nothing"; fi
   passed=$((passed + good)) failed=$((failed + bad))
   results+=("{\"test\":\"$1\",\"passed\":$good,\"failed\":$bad,\"cases\":[$(cases "$2")]}")
-  printf '%-28s %s passed, %s failed\n' "$1" "$good" "$bad"
+  printf '%-28s %s passed, %s failed%s\n' "$1" "$good" "$bad" "$more"
+  if [ "$none" -gt 0 ]; then sed -n "s/^No assertions in test case/  nothing is checked by/p" "$2"; fi
 }
 
 built() {  # name, program, logs...
@@ -169,8 +214,13 @@ build_all() {
   for half in $all_halves; do start device_half "$half"; done
   for name in "${names[@]}"; do rm -f "$build/test_$name" "$build/test_$name.o"; start host_half "$name"; done
   for name in ${examples[@]+"${examples[@]}"}; do rm -f "$build/$name"; start example "$name"; done
+  if [ "$some" = 0 ]; then
+    rm -f "$build/greedy_decode" "$build"/greedy_*.o
+    if greedy_headers; then for name in "${greedy_parts[@]}"; do start greedy_part "$name"; done; fi
+  fi
   wait
   for name in "${names[@]}"; do start link_program "$name"; done
+  if [ -f "$build/greedy_engine.cpp.o" ]; then start link_greedy; fi
   wait
   for name in "${names[@]}"; do
     logs=("$build/test_$name.log")
@@ -178,6 +228,7 @@ build_all() {
     built "$name" "$build/test_$name" "${logs[@]}"
   done
   for name in ${examples[@]+"${examples[@]}"}; do built "examples/$name" "$build/$name" "$build/$name.log"; done
+  if [ "$some" = 0 ]; then built examples/greedy_decode "$build/greedy_decode" "$build"/greedy_*.log; fi
   digest >"$build/digest"
 }
 if [ "$compile" = yes ]; then
@@ -186,6 +237,8 @@ elif [ "$(cat "$build/digest" 2>/dev/null)" != "$(digest)" ]; then
   echo "$build was not built from these sources: tests/gpu.sh --build"
   exit 1
 fi
+# The names of a program's cases, from Catch2 2 or 3.
+list_cases() { "$1" --list-test-names-only 2>/dev/null || "$1" --list-tests --verbosity quiet 2>/dev/null; }
 # Without a GPU the programs are built, and what they hold is counted as skipped.
 has_gpu() { nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU'; }
 if [ "$run" = yes ] && ! has_gpu; then
@@ -195,7 +248,7 @@ fi
 if [ "$run" = no ]; then
   cases=0
   for name in "${names[@]}"; do
-    cases=$((cases + $("$build/test_$name" --list-test-names-only 2>/dev/null | grep -c .)))
+    cases=$((cases + $(list_cases "$build/test_$name" | grep -c .)))
   done
   echo "$cases test cases in ${#names[@]} programs skipped"
   echo "$passed passed, $failed failed"
@@ -205,7 +258,7 @@ fi
 passed=0 failed=0
 for name in "${names[@]}"; do
   log=$build/$name.run
-  attended timeout 300 "$build/test_$name" -d yes >"$log" 2>&1
+  attended timeout 300 "$build/test_$name" -d yes -w NoAssertions >"$log" 2>&1
   status=$?
   count "$name" "$log" "$status"
   if [ "$status" != 0 ]; then grep -vE '^(-+|\.+|=+|)$' "$log" | head -n "${K3_GPU_LINES:-60}"; fi
@@ -224,37 +277,59 @@ if [ ${#examples[@]} != 0 ]; then
   run_example tiny_decoder K3_CUDA_KDA=0
   run_example tiny_decoder K3_CUDA_MLA=0
 fi
+# What greedy_decode prints on the GPU must be what it prints on the host: prompt, tokens and why it stopped.
+greedy_run() {  # model, ids, environment and arguments...
+  env "LD_LIBRARY_PATH=${LIBRARY_PATH-}${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" "${@:3}" timeout 120 \
+    "$build/greedy_decode" "$1" --ids "$2" --max-new 24 --json ${backend[@]+"${backend[@]}"} 2>>"$log.errors"
+}
+compare_greedy() {
+  local log=$build/greedy_decode.run backend model ids switch on_host on_gpu good=0 bad=0
+  : >"$log" && : >"$log.errors"
+  for model in tests/data/k3-tiny-5l tests/data/k3-tiny-13l tests/data/kimi-linear-5l examples/data/austen; do
+    for ids in 5,17,33,2 7,1,60,60,3,44,21,9,9,50,2,31; do
+      backend=()
+      on_host=$(greedy_run "$model" "$ids")
+      backend=(--backend cuda)
+      for switch in K3_CUDA_KDA=1 K3_CUDA_KDA=0 K3_CUDA_MLA=0; do
+        if [ "$switch" != K3_CUDA_KDA=1 ] && [ "$ids" != 5,17,33,2 ]; then continue; fi
+        on_gpu=$(greedy_run "$model" "$ids" "$switch")
+        if [[ $on_host = '{"prompt":['"$ids"'],"tokens":['* ]] && [ "$on_host" = "$on_gpu" ]; then
+          good=$((good + 1))
+        else
+          bad=$((bad + 1))
+          printf 'FAILED:\nhost: %s\ncuda: %s\n' "$on_host" "$on_gpu" >>"$log"
+        fi
+        echo "0 s: ${model##*/} from $ids with $switch: the host's JSON" >>"$log"
+      done
+    done
+  done
+  echo "test cases: $((good + bad)) | $good passed | $bad failed" >>"$log"
+  count examples/greedy_decode "$log" "$bad"
+  if [ "$bad" != 0 ]; then grep -v '^0 s: ' "$log" | cut -c 1-400; tail -n 5 "$log.errors"; fi
+}
+if [ "$some" = 0 ]; then compare_greedy; fi
 if [ "$quick" = no ]; then
   # Programs on one GPU take turns, and each of their thousands of launches waits for its turn: four at once are faster
   # than more. The slow ones first.
-  # Left out: cases of many launches whose kernels other cases or the operations' own programs run too.
-  without() {  # name tool
-    local decoder='~"*every size of pass" ~"*captured steps*" ~"*a mixer on the host*" ~"*another cache*"'
-    case $1/$2 in
-      decoder/memcheck) echo "$decoder" ;;
-      decoder/*) echo "$decoder"' ~"*alone and in any batch*"' ;;
-    esac
-  }
   sanitize() {  # name tool
-    local options=(--error-exitcode 9) begin=$SECONDS cases=()
-    if [ -n "$(without "$1" "$2")" ]; then cases=("$(without "$1" "$2")"); fi
+    local options=(--error-exitcode 9) begin=$SECONDS
     # KDA has more barriers in shared memory than the tool counts unless told to, at the price of memory a launch.
     if [[ $1/$2 = kda*/synccheck ]]; then options+=(--num-cuda-barriers 4096); fi
     # This program makes CUDA refuse calls on purpose.
     if [ "$1" = runtime ] && [ "$2" = memcheck ]; then options+=(--report-api-errors no); fi
     K3_GPU_SMALL=1 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive timeout -k 5 300 \
-      compute-sanitizer --tool "$2" "${options[@]}" "$build/test_$1" -d yes ${cases[@]+"${cases[@]}"} \
+      compute-sanitizer --tool "$2" "${options[@]}" "$build/test_$1" -d yes -w NoAssertions \
       >"$build/$1.$2" 2>&1
     echo "$? $((SECONDS - begin))" >"$build/$1.$2.status"
   }
-  slow=(mla decoder runtime moe linear gates) runs=() begin=$SECONDS
+  slow=(streaming runtime mla decoder decoder_batch moe linear gates) runs=() begin=$SECONDS
   at_once=$(($(nproc) < 4 ? $(nproc) : 4))
   for tool in racecheck initcheck memcheck synccheck; do
     for name in "${slow[@]}" "${names[@]}"; do
-      # The released sizes are too much for the other tools; streaming has the decoder's kernels, and copies of its own.
+      # The released sizes are too much for the other tools, and a missing kernel runs nowhere.
       case $name/$tool in
-        released/memcheck | streaming/memcheck | streaming/initcheck) ;;
-        released/* | streaming/*) continue ;;
+        released/memcheck) ;;
+        released/* | missing/*) continue ;;
       esac
       if [[ " ${names[*]} " != *" $name "* ]] || [[ " ${runs[*]-} " = *" $name/$tool "* ]]; then continue; fi
       runs+=("$name/$tool")

@@ -186,7 +186,7 @@ OpenModel open_model(const std::string& folder, const ExpertMemory& memory, cons
   } else {
     k3::StreamingOptions streaming;
     if (memory.host.empty())
-      streaming.window = 8;
+      streaming.window = 6;
     else
       streaming.memory = bytes_of("--host-memory", memory.host, [&] { return memory_for_experts(*open.files); });
     if (cuda) streaming.allocate = gpu_host_memory;

@@ -68,6 +68,9 @@ refused h200.json 'd["rows"].append(d["rows"][0])' 'twice'
 refused h200.json 'r = d["rows"][0]; r["us"] /= 2; r["GBps"] *= 2; r["percent"] *= 2' 'of what the memory gives'
 refused host.json 'd["rows"][0]["threads"] = "all"' 'threads'
 refused host.json 'del d["cpu"]' 'keys missing'
+refused host.json 'del d["rows"][1]["ceiling_GBps"]' 'its keys are not'
+refused host.json 'd["rows"][1]["ceiling_GBps"] = 12.5' 'percent 85.64'
+refused host.json 'd["rows"][0]["ceiling_GBps"] = 0' 'ceiling_GBps 0'
 echo '{"gpu": ' >"$scratch/h200.json"
 if report >/dev/null 2>&1; then echo 'half a file was taken'; exit 1; fi
 cp "$root/tests/bench/data/h200.json" "$scratch/"

@@ -39,6 +39,11 @@ class DeviceRunner {
   virtual void spoil_mark() = 0;  ///< takes a KDA layer out of the point
   virtual void new_cache() = 0;   ///< the decoder goes on with a fresh cache; the old one is gone
   virtual std::vector<float> logits_row(size index) = 0;
+  virtual size captured_steps() = 0;
+  /// forward() into another cache of this model, of one sequence.
+  virtual void forward_into_cache(const DecoderBatch& batch, size capacity) = 0;
+  /// What a sequence has in host memory, by layer: nothing for a mixer that runs on the device.
+  virtual std::vector<std::vector<float>> host_memory(size slot) = 0;
   /// What streams the experts: slots, bytes of one, and its statistics; slots 0 where they are all on the device.
   struct Cache {
     size slots = 0, slot_bytes = 0, hits = 0, misses = 0, bytes_copied = 0;
@@ -52,31 +57,11 @@ struct RunnerOptions {
   Ablation ablation{};
   bool graphs = true;  ///< a stream of its own; without one steps are not captured
   bool kda_on_host = false, mla_on_host = false;
+  bool without_kda = false, without_mla = false;  ///< the device has no weights for that mixer
   std::optional<size> expert_memory{};  ///< stream the experts through so much; none: all on the device from the start
 };
 
 std::unique_ptr<DeviceRunner> make_device_runner(const K3CpuModel& model, const RunnerOptions& options);
-
-/// The error text of a model that needs more memory than there is; the plan's bytes in `needed`.
-std::string refuse_too_large(const K3CpuModel& model, size& needed);
-
-/// The error text of a cache that needs more memory than there is, and the bytes that are not free again afterwards.
-std::string refuse_cache(const K3CpuModel& model, size slots, size capacity, size& lost);
-
-/// What is wrong with a model after it was moved to the device; empty for nothing.
-std::string fault_of_moved_model(const K3CpuModel& model);
-
-size free_bytes();
-
-/// Page-locked memory, for StreamingOptions::allocate.
-std::shared_ptr<std::byte> pinned(size bytes);
-
-/// How many of `bytes` bytes are wrong on the device after a DeviceUpload through a reader that adds 1 to each; where
-/// `fails`, its third read throws std::runtime_error. In pieces from odd addresses on.
-size wrong_after_upload(size bytes, bool fails);
-
-/// What the CUDA runtime would blame the next launch for; empty for nothing.
-std::string left_behind();
 
 /// The rows of a pass: `count` tokens of one slot from position `first` on, the last one's logits wanted or none.
 inline void feed(DeviceRunner& runner, id slot, const std::vector<id>& tokens, size first, size count, bool wanted) {

@@ -59,6 +59,8 @@ class EveryOperation {
   }
 
   size rows() const { return rows_; }
+  /// Which row the calls begin with from now on.
+  void begin_with(size row) { first_ = row; }
   /// Makes all operands NaN, slots padding and positions impossible; waits.
   void spoil() {
     for (const auto& piece : pieces_)
@@ -106,32 +108,45 @@ class EveryOperation {
   template <class T, class Run>
   void add(const char* name, size width, Run run) {
     T* const out = room<T>(rows_ * width);
-    calls.push_back({name, [=](const gpu& exec, size rows) { run(exec, rows, device_view(out, rows, width)); },
-                     [=, this] { return fetched(out, rows_ * width); }});
+    calls.push_back(
+        {name,
+         [=, this](const gpu& exec, size rows) { run(exec, rows, device_view(out + first_ * width, rows, width)); },
+         [=, this] { return fetched(out, rows_ * width); }});
   }
-  DeviceView<const bf16, 2> x(size rows) const { return device_view(static_cast<const bf16*>(x_), rows, g_.hidden); }
-  DeviceView<const id, 1> slots(size rows) const { return device_view(static_cast<const id*>(slots_), rows); }
-  DeviceView<const size, 1> positions(size rows) const {
-    return device_view(static_cast<const size*>(positions_), rows);
+  /// Rows of memory that holds all of them, from the first row of a call on.
+  template <class T>
+  DeviceView<const T, 1> part(const T* data, size rows) const {
+    return device_view(data + first_, rows);
   }
+  template <class T>
+  DeviceView<const T, 2> part(const T* data, size rows, size width) const {
+    return device_view(data + first_ * width, rows, width);
+  }
+  template <class T>
+  DeviceView<const T, 3> part(const T* data, size rows, size heads, size width) const {
+    return device_view(data + first_ * heads * width, rows, heads, width);
+  }
+  DeviceView<const bf16, 2> x(size rows) const { return part<bf16>(x_, rows, g_.hidden); }
+  DeviceView<const id, 1> slots(size rows) const { return part<id>(slots_, rows); }
+  DeviceView<const size, 1> positions(size rows) const { return part<size>(positions_, rows); }
 
   void row_operations() {
     const size hidden = g_.hidden, most = rows_, stored = stored_;
     add<bf16>("embed_tokens", hidden, [this](const gpu& exec, size rows, auto out) {
-      embed_tokens(exec, device_view(static_cast<const id*>(tokens_), rows), weights_.embed_tokens, out, slots(rows));
+      embed_tokens(exec, part<id>(tokens_, rows), weights_.embed_tokens, out, slots(rows));
     });
     add<bf16>("rms_norm", hidden, [this](const gpu& exec, size rows, auto out) {
       rms_norm(exec, x(rows), weights_.norm, g_.rms_norm_eps, out);
     });
     const bf16* const snapshots = numbers<bf16>(stored * most * hidden);
     add<bf16>("attnres_norm", hidden, [=, this](const gpu& exec, size rows, auto out) {
-      attnres_norm(exec, device_view(snapshots, stored, most, hidden).slice(1, 0, rows), x(rows),
+      attnres_norm(exec, device_view(snapshots, stored, most, hidden).slice(1, first_, rows), x(rows),
                    weights_.output_attn_res_norm, weights_.output_attn_res_proj, g_.rms_norm_eps, weights_.norm,
                    g_.rms_norm_eps, out);
     });
     const float* const logits = numbers<float>(most * g_.vocab);
     add<id>("argmax", 1, [=, this](const gpu& exec, size rows, auto out) {
-      argmax(exec, device_view(logits, rows, g_.vocab), argmax_work_, device_view(out.data, rows));
+      argmax(exec, part(logits, rows, g_.vocab), argmax_work_, device_view(out.data, rows));
     });
   }
 
@@ -146,7 +161,7 @@ class EveryOperation {
     });
     const bf16* const wide = numbers<bf16>(rows_ * width);
     add<bf16>("linear_add", hidden, [=, this](const gpu& exec, size rows, auto out) {
-      linear_add(exec, device_view(wide, rows, width), kda_.o_proj, out);
+      linear_add(exec, part(wide, rows, width), kda_.o_proj, out);
     });
     add<bf16>("dense_mlp", hidden, [this](const gpu& exec, size rows, auto out) {
       dense_mlp(exec, g_.activation, x(rows), dense_.gate_proj, dense_.up_proj, dense_.down_proj, mlp_work_, out);
@@ -161,21 +176,19 @@ class EveryOperation {
     const float* const logits = numbers<float>(rows_ * experts);
     float* const weights = numbers<float>(rows_ * k);
     add<id>("sigmoid_topk", k, [=, this](const gpu& exec, size rows, auto out) {
-      sigmoid_topk(exec, device_view(logits, rows, experts), layer_.moe.e_score_correction_bias, k, true, 1.0f, out,
-                   device_view(weights, rows, k), slots(rows));
+      sigmoid_topk(exec, part(logits, rows, experts), layer_.moe.e_score_correction_bias, k, true, 1.0f, out,
+                   device_view(weights + first_ * k, rows, k), slots(rows));
     });
     const bf16* const low = numbers<bf16>(rows_ * latent);
     const float* const given_weights = numbers<float>(rows_ * k);
     const auto mix = [=, this](const gpu& exec, size rows, auto out) {
-      mix_routed_experts(exec, g_.moe, device_view(low, rows, latent),
-                         device_view(static_cast<const id*>(ids_), rows, k), device_view(given_weights, rows, k),
+      mix_routed_experts(exec, g_.moe, part(low, rows, latent), part<id>(ids_, rows, k), part(given_weights, rows, k),
                          layer_.experts, moe_work_, out, slots(rows));
     };
     add<bf16>("mix_routed_experts", latent, mix);
     add<bf16>("launch_k3_latent_moe_experts", latent, [=, this](const gpu& exec, size rows, auto out) {
-      launch_k3_latent_moe_experts(exec, g_.moe, device_view(low, rows, latent),
-                                   device_view(static_cast<const id*>(ids_), rows, k),
-                                   device_view(given_weights, rows, k), layer_.experts, moe_work_, out, slots(rows));
+      launch_k3_latent_moe_experts(exec, g_.moe, part(low, rows, latent), part<id>(ids_, rows, k),
+                                   part(given_weights, rows, k), layer_.experts, moe_work_, out, slots(rows));
     });
   }
 
@@ -193,14 +206,13 @@ class EveryOperation {
     float* const decay = room<float>(rows_ * width);
     fill(decay, rows_ * width, 5, -2.0f, 1.0f);
     add<float>("kda_decode_token", width, [=, this, own = state()](const gpu& exec, size rows, auto out) {
-      kda_decode_token(exec, g, device_view(qkv, rows, channels), conv,
-                       device_view(static_cast<const float*>(decay), rows, width), device_view(beta, rows, g.heads),
-                       slots(rows), own, out);
+      kda_decode_token(exec, g, part(qkv, rows, channels), conv, part<float>(decay, rows, width),
+                       part(beta, rows, g.heads), slots(rows), own, out);
     });
     add<bf16>("kda_decode_fused", width, [=, this, own = state()](const gpu& exec, size rows, auto out) {
-      kda_decode_fused(exec, g, device_view(qkv, rows, channels), conv, device_view(z, rows, width), kda_.A_log,
-                       kda_.dt_bias, device_view(beta, rows, g.heads), device_view(gate, rows, width), kda_.o_norm,
-                       g_.rms_norm_eps, slots(rows), own, out);
+      kda_decode_fused(exec, g, part(qkv, rows, channels), conv, part(z, rows, width), kda_.A_log, kda_.dt_bias,
+                       part(beta, rows, g.heads), part(gate, rows, width), kda_.o_norm, g_.rms_norm_eps, slots(rows),
+                       own, out);
     });
   }
 
@@ -219,25 +231,24 @@ class EveryOperation {
     bf16* const pages = kv.pages.data;
     calls.push_back({"mla_append",
                      [=, this](const gpu& exec, size rows) {
-                       mla_append(exec, g, device_view(kv_a, rows, width), mla_.kv_a_layernorm, g.norm_eps, slots(rows),
+                       mla_append(exec, g, part(kv_a, rows, width), mla_.kv_a_layernorm, g.norm_eps, slots(rows),
                                   positions(rows), kv);
                      },
-                     [=] { return fetched(pages, width); }});
+                     [=, this] { return fetched(pages, rows_ * capacity_ * width); }});
     add<bf16>("mla_absorb_query", heads * width, [=, this](const gpu& exec, size rows, auto out) {
-      mla_absorb_query(exec, g, device_view(q, rows, mla_q_width(g)), mla_.kv_b_proj,
+      mla_absorb_query(exec, g, part(q, rows, mla_q_width(g)), mla_.kv_b_proj,
                        device_view(out.data, rows, heads, width));
     });
     add<float>("mla_attend", heads * lora, [=, this](const gpu& exec, size rows, auto out) {
-      mla_attend(exec, g, device_view(absorbed, rows, heads, width), kv, slots(rows), positions(rows), mla_work_,
+      mla_attend(exec, g, part(absorbed, rows, heads, width), kv, slots(rows), positions(rows), mla_work_,
                  device_view(out.data, rows, heads, lora));
     });
     add<bf16>("mla_expand_values", values, [=, this](const gpu& exec, size rows, auto out) {
-      mla_expand_values(exec, g, device_view(latents, rows, heads, lora), mla_.kv_b_proj, out);
+      mla_expand_values(exec, g, part(latents, rows, heads, lora), mla_.kv_b_proj, out);
     });
     add<bf16>("mla_decode_token", values, [=, this](const gpu& exec, size rows, auto out) {
-      mla_decode_token(exec, g, device_view(q, rows, mla_q_width(g)), device_view(kv_a, rows, width),
-                       mla_.kv_a_layernorm, mla_.kv_b_proj, device_view(gate, rows, values), slots(rows),
-                       positions(rows), kv, mla_work_, out);
+      mla_decode_token(exec, g, part(q, rows, mla_q_width(g)), part(kv_a, rows, width), mla_.kv_a_layernorm,
+                       mla_.kv_b_proj, part(gate, rows, values), slots(rows), positions(rows), kv, mla_work_, out);
     });
   }
 
@@ -247,7 +258,7 @@ class EveryOperation {
   const BasicMlpWeights<MemorySpace::device>& dense_;
   const DeviceLayerWeights& layer_;
   const DeviceDecoderWeights& weights_;
-  size rows_, capacity_, stored_;
+  size rows_, capacity_, stored_, first_ = 0;
   std::vector<DeviceBuffer<unsigned char>> pieces_, saved_;
   id *slots_ = nullptr, *tokens_ = nullptr, *ids_ = nullptr;
   size* positions_ = nullptr;

@@ -155,6 +155,47 @@ MlaDeviceOutputs mla_launched(const MlaDeviceInputs& in, bool resident) {
 template MlaDeviceOutputs mla_launched<float>(const MlaDeviceInputs&, bool);
 template MlaDeviceOutputs mla_launched<bf16>(const MlaDeviceInputs&, bool);
 
+namespace {
+
+/// to [rows, width]: row r is from[which[r]], or NaN where that is none.
+template <class T>
+__global__ void lay_out(const T* from, unsigned count, const std::uint16_t* which, size rows, unsigned width, T* to) {
+  for (size row = blockIdx.x; row < rows; row += gridDim.x)
+    for (unsigned c = threadIdx.x; c < width; c += blockDim.x)
+      to[row * width + c] = which[row] < count ? from[size{which[row]} * width + c] : T(NAN);
+}
+
+}  // namespace
+
+template <class T>
+MlaAttendOutputs mla_attend_on_device(const MlaAttendInputs& in, bool independent) {
+  const size rows = in.slot.size(), width = mla_cache_width(in.g), places = in.page_count * in.page_size;
+  const DeviceBuffer<T> q(as<T>(in.q)), distinct(as<T>(in.distinct)), pages(places * width, false);
+  const DeviceBuffer<std::uint16_t> which(in.which);
+  lay_out<<<detail::grid_size(places, 1), 128>>>(
+      static_cast<const T*>(distinct.data()), static_cast<unsigned>(in.distinct.size() / width),
+      static_cast<const std::uint16_t*>(which.data()), places, static_cast<unsigned>(width), pages.data());
+  detail::check_launch("lay_out");
+  const DeviceBuffer<id> table(in.table), slots(in.slot);
+  const DeviceBuffer<size> positions(in.position);
+  const DeviceBuffer<unsigned> status(rows);
+  const DeviceRows<float> out(rows, in.g.heads * in.g.kv_lora_rank);
+  const MlaDeviceWorkspace<detail::mla_precision<T>> workspace(in.g, rows, in.blocks * in.page_size);
+  detail::check_cuda("mla_attend_on_device", "cudaDeviceSynchronize", cudaDeviceSynchronize());
+  const Stream stream;
+  mla_attend(gpu{stream, independent}, in.g, device_view(static_cast<const T*>(q.data()), rows, in.g.heads, width),
+             MlaKvView<T, MemorySpace::device>{pages.view(in.page_count, in.page_size, width),
+                                               device_view(static_cast<const id*>(table.data()), in.slots, in.blocks),
+                                               in.page_size},
+             device_view(static_cast<const id*>(slots.data()), rows),
+             device_view(static_cast<const size*>(positions.data()), rows), workspace,
+             device_view(out.view().data, rows, in.g.heads, in.g.kv_lora_rank), status.view(rows));
+  stream.wait();
+  return {out.get(), status.to_vector()};
+}
+template MlaAttendOutputs mla_attend_on_device<float>(const MlaAttendInputs&, bool);
+template MlaAttendOutputs mla_attend_on_device<bf16>(const MlaAttendInputs&, bool);
+
 std::vector<float> mla_in_far_slot(const MlaDeviceInputs& in, size slots, size slot) {
   MlaDeviceInputs one = in;
   one.slot = {static_cast<id>(slot)}, one.position = {0};

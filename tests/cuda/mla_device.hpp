@@ -46,6 +46,24 @@ MlaDeviceOutputs mla_on_device(const MlaDeviceInputs& in, const MlaDeviceOptions
 template <class T>
 MlaDeviceOutputs mla_launched(const MlaDeviceInputs& in, bool resident);
 
+/// What mla_attend alone is given. The cache's rows are a few distinct ones.
+struct MlaAttendInputs {
+  static constexpr std::uint16_t nothing = 0xffff;
+
+  MlaConfig g;
+  size slots = 1, blocks = 1, page_size = 1, page_count = 1;
+  std::vector<float> q, distinct;    // [rows, heads, width]: absorbed; [n, width]
+  std::vector<std::uint16_t> which;  // [page_count, page_size]: among the distinct ones; `nothing`: NaN
+  std::vector<id> table, slot;       // [slots, blocks], [rows]
+  std::vector<size> position;        // [rows]
+};
+struct MlaAttendOutputs {
+  std::vector<float> out;  // [rows, heads, latent]
+  std::vector<unsigned> status;
+};
+template <class T>
+MlaAttendOutputs mla_attend_on_device(const MlaAttendInputs& in, bool independent);
+
 /// One row of the inputs in slot `slot` of an MlaDeviceKv<bf16> of `slots` slots with room for one position.
 std::vector<float> mla_in_far_slot(const MlaDeviceInputs& in, size slots, size slot);
 

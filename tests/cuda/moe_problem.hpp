@@ -6,13 +6,20 @@
 #include <set>
 
 #include <k3/ops/mix_routed_experts.hpp>
+#include <k3/ops/row_status.hpp>
 
+#include "cuda/device_test.hpp"
 #include "cuda/moe_device.hpp"
 #include "support/catch.hpp"
 #include "support/compare.hpp"
 
 // Problems for the router and the routed experts, and their answers: the router's in double, the experts' by the host.
 namespace k3::test {
+
+inline constexpr unsigned nan_router = static_cast<unsigned>(RowStatus::nan_router_logits);
+inline constexpr unsigned bad_expert = static_cast<unsigned>(RowStatus::bad_expert);
+inline const float nan_value = std::numeric_limits<float>::quiet_NaN();
+inline const float infinity = std::numeric_limits<float>::infinity();
 
 inline RouterInputs router(std::vector<float> logits, std::vector<float> bias, size k, bool renormalize = true,
                            float scale = 1) {

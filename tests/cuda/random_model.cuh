@@ -19,10 +19,20 @@ __global__ void fill_normal_range(T* to, size count, unsigned seed, float middle
   }
 }
 
-/// Numbers around `middle`, made on the device: the same for the same seed.
+/// Whether the program has kernels for this GPU: of one that has none CUDA says so at the first use.
+inline cudaError_t code_for_this_device() {
+  cudaFuncAttributes attributes;
+  const cudaError_t code = cudaFuncGetAttributes(&attributes, fill_normal_range<float>);
+  detail::ignore_cuda(code);
+  return code;
+}
+
+/// Numbers around `middle`, made on the device: the same for the same seed. (Zeros where no kernel can run.)
 template <class T>
 void fill(T* to, size count, unsigned seed, float middle, float half_width) {
   if (count == 0) return;
+  static const bool any_code = code_for_this_device() == cudaSuccess;
+  if (!any_code) return detail::check_cuda("fill", "cudaMemset", cudaMemset(to, 0, count * sizeof(T)));
   fill_normal_range<<<1024, 256>>>(to, count, seed, middle, half_width);
   detail::check_launch("fill");
   detail::check_cuda("fill", "cudaDeviceSynchronize", cudaDeviceSynchronize());

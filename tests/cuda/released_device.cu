@@ -5,6 +5,7 @@
 
 #include "cuda/every_operation.cuh"
 #include "cuda/graph.cuh"
+#include "cuda/released_products.cuh"
 
 namespace k3::test {
 
@@ -49,6 +50,13 @@ class Released final : public ReleasedModel {
       if (!finite || zero) faults.push_back(call.name);
     }
     return faults;
+  }
+
+  std::vector<SampledProduct> sampled_products(const std::vector<size>& rows) override {
+    ReleasedProducts products(model_);
+    std::vector<SampledProduct> results;
+    for (const size count : rows) products.compare(count, results);
+    return results;
   }
 
  private:

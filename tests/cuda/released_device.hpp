@@ -20,6 +20,12 @@ struct ReleasedRun {
   std::vector<unsigned> status;       // [R]
 };
 
+/// Sampled elements of a product's result, and what they are in double with the same rounding points.
+struct SampledProduct {
+  std::string name;
+  std::vector<double> got, want;
+};
+
 /// Embedding, three layers (KDA and dense, KDA and experts, MLA and experts) and head of the released sizes in bf16, on
 /// made-up weights; of 896 experts a few exist, under all the ids. Two sequences with a past: its states are the same
 /// before every run.
@@ -31,6 +37,8 @@ class ReleasedModel {
   virtual ReleasedRun run(const std::vector<ReleasedRow>& rows, bool fixed_geometry) = 0;
   /// Every operation by itself on two rows: those whose results are not all finite, or all zero.
   virtual std::vector<std::string> faults_of_operations() = 0;
+  /// projections, linear_add, dense_mlp and dense_mlp_add on `rows` rows, of which a few are sampled, in all of `rows`.
+  virtual std::vector<SampledProduct> sampled_products(const std::vector<size>& rows) = 0;
 };
 
 std::unique_ptr<ReleasedModel> make_released_model();

@@ -64,8 +64,8 @@ MixResult attnres_norm_typed(const RowCall& call, const MixCase& c) {
             call.replays,
             [&](const gpu& exec) {
               attnres_norm(exec, snapshots, running.view(), res_norm, res_proj, c.res_eps, norm, c.norm_eps, out.view(),
-                           c.only_out ? AttnResNormOptions{c.mix, {}, {}}
-                                      : AttnResNormOptions{c.mix, mixed.view(), probs.view()});
+                           c.only_out ? AttnResNormOptions{c.mix, {}, {}, c.before_product}
+                                      : AttnResNormOptions{c.mix, mixed.view(), probs.view(), c.before_product});
             },
             [] {});
       });
@@ -153,7 +153,49 @@ std::vector<std::string> device_row_refusals() {
           refused_argument([&] { attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), -1.0f, v(4), 1e-5f, m(32, 2, 4)); }),
           refused_argument(
               [&] { attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 2, 4), {2.0f, {}, {}}); }),
-          refused_argument([&] { attnres_norm(exec, s, m(16, 1, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 1, 4)); })};
+          refused_argument([&] { attnres_norm(exec, s, m(16, 1, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 1, 4)); }),
+          refused_argument([&] {
+            attnres_norm(exec, device_view(memory.data(), 2, 2, 0), m(16, 2, 0), v(0), v(0), 1e-5f, v(0), 1e-5f,
+                         m(32, 2, 0));
+          }),
+          refused_argument([&] { sigmoid_topk(exec, m(0, 2, 0), v(0), 1, true, 1.0f, ids.view(2, 1), m(16, 2, 1)); })};
+}
+
+std::vector<size> device_empty_launches() {
+  const DeviceBuffer<float> memory(64);
+  const DeviceBuffer<id> ids(8);
+  DeviceArgmaxWorkspace workspace(1);
+  const Stream stream;
+  const gpu exec{stream};
+  const auto m = [&](size first, size rows, size columns) { return device_view(memory.data() + first, rows, columns); };
+  const auto v = [&](size count) { return device_view(memory.data() + 56, count); };
+  const auto launches = [&](auto&& work) {
+    cudaGraph_t graph = captured(stream, work);
+    std::size_t count = 0;
+    detail::check_cuda("device_empty_launches", "cudaGraphGetNodes", cudaGraphGetNodes(graph, nullptr, &count));
+    detail::check_cuda("device_empty_launches", "cudaGraphDestroy", cudaGraphDestroy(graph));
+    detail::check_launch("device_empty_launches");
+    return size{count};
+  };
+  const auto norm = [&](size rows, size columns) {
+    return launches([&] { rms_norm(exec, m(0, rows, columns), v(columns), 1e-5f, m(16, rows, columns)); });
+  };
+  const auto embed = [&](size rows, size hidden) {
+    return launches([&] {
+      embed_tokens(exec, ids.view(rows), AnyMatrix<MemorySpace::device>(m(0, 5, hidden)), m(32, rows, hidden));
+    });
+  };
+  return {norm(0, 4),
+          norm(2, 0),
+          embed(0, 4),
+          embed(2, 0),
+          launches([&] { argmax(exec, m(0, 0, 4), workspace, ids.view(0)); }),
+          launches([&] {
+            attnres_norm(exec, device_view(memory.data(), 2, 0, 4), m(16, 0, 4), v(4), v(4), 1e-5f, v(4), 1e-5f,
+                         m(32, 0, 4));
+          }),
+          launches([&] { sigmoid_topk(exec, m(0, 0, 4), v(4), 2, true, 1.0f, ids.view(0, 2), m(16, 0, 2)); }),
+          norm(1, 4)};
 }
 
 namespace {

@@ -27,7 +27,8 @@ struct MixCase {
   std::vector<float> snapshots{}, running{};  // [stored, rows, hidden], [rows, hidden]
   std::vector<float> res_norm{}, res_proj{}, norm{};
   float res_eps = 1e-5f, norm_eps = 1e-6f, mix = 1.0f;
-  bool only_out = false;  // neither mixed nor probs asked for
+  bool only_out = false;        // neither mixed nor probs asked for
+  bool before_product = false;  // as in AttnResNormOptions
 };
 struct MixResult {
   std::vector<float> out, mixed, probs;
@@ -47,6 +48,11 @@ struct EmbedResult {
 /// `bf16_weight` is the table's type.
 EmbedResult device_embed(const RowCall& call, const std::vector<id>& ids, size vocab, size hidden,
                          const std::vector<float>& table);
+
+/// How many kernels calls without work launch: rms_norm of no rows, of rows without elements, embed_tokens of either,
+/// argmax, attnres_norm and sigmoid_topk of no rows; last, for comparison, an rms_norm of one row. Throws where one of
+/// them leaves an error behind.
+std::vector<size> device_empty_launches();
 
 /// "operation/argument" of what bad calls are refused for.
 std::vector<std::string> device_row_refusals();

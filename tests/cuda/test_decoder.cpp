@@ -4,78 +4,73 @@
 #include <algorithm>
 #include <limits>
 
-#include <k3/model/synthetic.hpp>
-
 #include "cuda/decoder_device.hpp"
-#include "cuda/device_test.hpp"
-#include "support/fixture.hpp"
+#include "cuda/model_device.hpp"
+#include "cuda/small_model.hpp"
 
 using namespace k3;
 using namespace k3::test;
 
 TEST_CASE("device decoder: tokens and logits of the references in float, at every size of pass") {
-  for (const char* name : fixture_names) {
-    const Fixture& f = fixture(name);
-    for (size prompt = 0; prompt < 3; ++prompt) {
-      const std::vector<id> ids = f.ids(prompt), generated = f.generated(prompt);
+  for (const size prompt : all_or_few<size>({0, 1, 2}, {0}))
+    for (const Subject& subject : subjects(prompt)) {
+      const size count = small_only() ? 2 : subject.generated.size();
       std::vector<std::vector<float>> first;
-      for (const size rows : {size{1}, size{7}, size{32}}) {
-        if (small_only() && (rows == 32 || prompt == 2)) continue;
-        auto runner = make_device_runner(f.model, {});
-        const Run run = greedy(*runner, ids, small_only() ? 3 : generated.size(), rows);
-        INFO(name << " prompt " << prompt << ", " << rows << " rows a pass");
-        CHECK(run.tokens ==
-              std::vector<id>(generated.begin(), generated.begin() + static_cast<std::ptrdiff_t>(run.tokens.size())));
-        for (size row = 0; row < run.logits.size(); ++row)
-          check(compare(run.logits[row], f.logits(prompt, row), 1e-4, 0, true));
-        if (rows == 1)
-          first = run.logits;
-        else
-          for (size row = 0; row < run.logits.size(); ++row) check(same_bits(run.logits[row], first[row]));
+      for (const size rows : all_or_few<size>({1, 7, 32}, {1, 3})) {
+        auto runner = make_device_runner(*subject.model, {});
+        const Run run = greedy(*runner, subject.prompt, count, rows);
+        INFO(subject.name << " prompt " << prompt << ", " << rows << " rows a pass");
+        CHECK(run.tokens == first_of(subject.generated, count));
+        for (size row = 0; row < count; ++row) check(compare(run.logits[row], subject.logits[row], 1e-4, 0, true));
+        if (rows == 1) first = run.logits;
+        for (size row = 0; row < count; ++row) check(same_bits(run.logits[row], first[row]));
       }
     }
-  }
 }
 
 TEST_CASE("device decoder: captured steps give the bits of direct ones, and every run the same") {
-  const Fixture& f = fixture("k3-tiny-5l");
-  for (const bool half : {false, true}) {
+  const Subject subject = subjects(2).front();
+  const size count = small_only() ? 2 : 8;
+  for (const bool half : all_or_few<bool>({false, true}, {true})) {
     RunnerOptions captured, direct;
     captured.half = direct.half = half;
     direct.graphs = false;
-    auto a = make_device_runner(f.model, captured), b = make_device_runner(f.model, direct),
-         c = make_device_runner(f.model, captured);
-    const Run x = greedy(*a, f.ids(2), 8), y = greedy(*b, f.ids(2), 8), z = greedy(*c, f.ids(2), 8);
-    for (size row = 0; row < 8; ++row) {
+    auto a = make_device_runner(*subject.model, captured), b = make_device_runner(*subject.model, direct),
+         c = make_device_runner(*subject.model, captured);
+    const Run x = greedy(*a, subject.prompt, count), y = greedy(*b, subject.prompt, count),
+              z = greedy(*c, subject.prompt, count);
+    for (size row = 0; row < count; ++row) {
       check(same_bits(x.logits[row], y.logits[row]));
       check(same_bits(x.logits[row], z.logits[row]));
     }
-    CHECK(a->to_bytes(0) == b->to_bytes(0));
+    CHECK((a->to_bytes(0) == b->to_bytes(0)));
+    CHECK(a->captured_steps() == 1);
+    CHECK(b->captured_steps() == 0);
   }
 }
 
 TEST_CASE("device decoder: a sequence has the same bits alone and in any batch; padding touches nothing") {
-  const Fixture& f = fixture("k3-tiny-13l");
-  const std::vector<id> ids = f.ids(2);
-  for (const bool half : {false, true}) {
+  const Subject subject = subjects(2).back();
+  const std::vector<id>& ids = subject.prompt;
+  const size vocab = subject.model->config.vocab_size, tokens_each = small_only() ? 2 : 6;
+  for (const bool half : all_or_few<bool>({false, true}, {true})) {
     RunnerOptions options;
     options.half = half;
-    auto alone = make_device_runner(f.model, options);
+    auto alone = make_device_runner(*subject.model, options);
     std::vector<std::vector<float>> expected;
-    for (size i = 0; i < 6; ++i) {
+    for (size i = 0; i < tokens_each; ++i) {
       feed(*alone, 0, ids, i, 1, true);
       expected.push_back(alone->logits());
     }
-    for (const size batch : {size{2}, size{9}, size{40}}) {
-      if (small_only() && batch > 9) continue;
+    for (const size batch : all_or_few<size>({2, 9, 40}, {9})) {
       options.slots = batch + 1, options.max_rows = options.max_logit_rows = batch + 1, options.capacity = 8;
-      auto together = make_device_runner(f.model, options);
+      auto together = make_device_runner(*subject.model, options);
       const std::vector<unsigned char> idle = together->to_bytes(batch);
-      for (size i = 0; i < 6; ++i) {
+      for (size i = 0; i < tokens_each; ++i) {
         std::vector<id> tokens, slots;
         std::vector<size> positions, wanted;
         for (size s = 0; s < batch; ++s) {
-          tokens.push_back(s == batch / 2 ? ids[i] : static_cast<id>((7 * s + 3 * i) % 90));
+          tokens.push_back(s == batch / 2 ? ids[i] : static_cast<id>((7 * s + 3 * i) % vocab));
           slots.push_back(static_cast<id>(s));
           positions.push_back(i);
           wanted.push_back(s);
@@ -83,76 +78,61 @@ TEST_CASE("device decoder: a sequence has the same bits alone and in any batch; 
         tokens.push_back(-77), slots.push_back(pad_slot), positions.push_back(99), wanted.push_back(batch);
         together->forward({view(tokens), view(slots), view(positions), view(wanted)});
         const std::vector<float> logits = together->logits();
-        const size vocab = f.model.config.vocab_size;
         const auto at = logits.begin() + static_cast<std::ptrdiff_t>(batch / 2 * vocab);
         INFO("batch of " << batch << ", token " << i << (half ? ", bf16" : ", float"));
         check(same_bits(std::vector<float>(at, at + static_cast<std::ptrdiff_t>(vocab)), expected[i]));
       }
-      CHECK(together->to_bytes(batch) == idle);
+      CHECK((together->to_bytes(batch) == idle));
     }
   }
 }
 
 TEST_CASE("device caches: bytes go to the device and back unchanged and open on either side") {
-  for (const char* name : fixture_names) {
-    const Fixture& f = fixture(name);
-    const std::vector<id> ids = f.ids(2), generated = f.generated(2);
-    Decoder<Fp32> decoder(host{1}, f.model, 32, 1);
+  const size steps = small_only() ? 1 : 3;
+  for (const Subject& subject : subjects(2)) {
+    const std::vector<id>&ids = subject.prompt, &generated = subject.generated;
+    Decoder<Fp32> decoder(host{1}, *subject.model, 32, 1);
     HybridCache<Fp32> cache = decoder.make_cache(1, 64);
     prefill(decoder, cache, 0, view(ids));
     RunnerOptions options;
     options.slots = 2;
-    auto runner = make_device_runner(f.model, options);
+    auto runner = make_device_runner(*subject.model, options);
     runner->from_bytes(0, cache.to_bytes(0));
-    INFO(name);
-    CHECK(runner->to_bytes(0) == cache.to_bytes(0));
+    INFO(subject.name);
+    CHECK((runner->to_bytes(0) == cache.to_bytes(0)));
     CHECK(runner->position(0) == ids.size());
     // The host's prefix continued on the device, then back on the host.
     std::vector<id> sequence = ids;
-    for (size i = 0; i < 3; ++i) {
+    for (size i = 0; i < steps; ++i) {
       sequence.push_back(generated[i]);
       feed(*runner, 0, sequence, sequence.size() - 1, 1, true);
       CHECK(runner->argmax(0) == generated[i + 1]);
     }
     cache.from_bytes(0, runner->to_bytes(0));
-    CHECK(greedy_decode(decoder, cache, 0, view(&generated[3], 1), {5}).tokens ==
-          std::vector<id>(generated.begin() + 4, generated.begin() + 9));
+    const auto rest = greedy_decode(decoder, cache, 0, view(&generated[steps], 1), {2});
+    CHECK(rest.tokens == std::vector<id>{generated[steps + 1], generated[steps + 2]});
     std::vector<unsigned char> cut = cache.to_bytes(0);
     cut.pop_back();
     CHECK_THROWS_AS(runner->from_bytes(0, cut), format_error);
-    CHECK(runner->position(0) == ids.size() + 3);
+    CHECK(runner->position(0) == ids.size() + steps);
     runner->mark();
     const std::vector<unsigned char> marked = runner->to_bytes(0);
-    sequence.push_back(generated[3]);
+    sequence.push_back(generated[steps]);
     feed(*runner, 0, sequence, sequence.size() - 1, 1, true);
     const std::vector<float> once = runner->logits();
     runner->back_to_mark();
-    CHECK(runner->to_bytes(0) == marked);
+    CHECK((runner->to_bytes(0) == marked));
     feed(*runner, 0, sequence, sequence.size() - 1, 1, true);
     check(same_bits(runner->logits(), once));
     const std::vector<unsigned char> now = runner->to_bytes(0);
     runner->spoil_mark();
     CHECK_THROWS_AS(runner->back_to_mark(), invalid_argument);
-    CHECK(runner->to_bytes(0) == now);
-  }
-}
-
-TEST_CASE("device decoder: a mixer on the host gives the same tokens") {
-  for (const char* name : fixture_names) {
-    const Fixture& f = fixture(name);
-    for (int which = 0; which < 2; ++which) {
-      RunnerOptions options;
-      (which == 0 ? options.kda_on_host : options.mla_on_host) = true;
-      auto runner = make_device_runner(f.model, options);
-      const std::vector<id> generated = f.generated(1);
-      INFO(name << (which == 0 ? ": KDA" : ": MLA") << " on the host");
-      CHECK(greedy(*runner, f.ids(1), 6).tokens == std::vector<id>(generated.begin(), generated.begin() + 6));
-    }
+    CHECK((runner->to_bytes(0) == now));
   }
 }
 
 TEST_CASE("device decoder: NaN stays in its sequence and marks it when the tokens are fetched") {
-  K3CpuModel model = synthetic_small();
+  K3CpuModel model = small_only() ? make_small_model() : synthetic_small();
   float* embedding = const_cast<float*>(static_cast<const float*>(model.weights.embed_tokens.data));
   for (size i = 0; i < 8; ++i) embedding[9 * 8 + i] = std::numeric_limits<float>::quiet_NaN();
   RunnerOptions options;
@@ -186,12 +166,12 @@ TEST_CASE("device decoder: NaN stays in its sequence and marks it when the token
 }
 
 TEST_CASE("device decoder: padding rows have zero logits, rows that were not wanted have none") {
-  const Fixture& f = fixture("k3-tiny-5l");
-  for (const bool half : {false, true})
+  const Subject subject = subjects(0).front();
+  for (const bool half : all_or_few<bool>({false, true}, {true}))
     for (const bool graphs : {true, false}) {
       RunnerOptions options;
       options.half = half, options.graphs = graphs, options.max_logit_rows = 2;
-      auto runner = make_device_runner(f.model, options);
+      auto runner = make_device_runner(*subject.model, options);
       const std::vector<id> tokens = {-5, 7}, slots = {pad_slot, 0};
       const std::vector<size> positions = {99, 0}, wanted = {0, 1};
       runner->forward({view(tokens), view(slots), view(positions), view(wanted)});
@@ -208,13 +188,14 @@ TEST_CASE("device decoder: padding rows have zero logits, rows that were not wan
 }
 
 TEST_CASE("device decoder: another cache takes the place of one that is gone") {
-  const Fixture& f = fixture("k3-tiny-5l");
-  auto runner = make_device_runner(f.model, {});
-  const Run first = greedy(*runner, f.ids(2), 4);
-  for (int again = 0; again < 3; ++again) {
+  const Subject subject = subjects(2).front();
+  const size count = small_only() ? 2 : 4;
+  auto runner = make_device_runner(*subject.model, {});
+  const Run first = greedy(*runner, subject.prompt, count);
+  for (int again = 0; again < (small_only() ? 1 : 3); ++again) {
     runner->new_cache();
-    const Run next = greedy(*runner, f.ids(2), 4);
-    for (size row = 0; row < 4; ++row) check(same_bits(next.logits[row], first.logits[row]));
+    const Run next = greedy(*runner, subject.prompt, count);
+    for (size row = 0; row < count; ++row) check(same_bits(next.logits[row], first.logits[row]));
   }
 }
 

@@ -72,9 +72,8 @@ TEST_CASE("cuda kda: a row's bits do not depend on its batch, nor on the run", "
 }
 
 TEST_CASE("cuda kda: however a head is shared out over blocks, its bits are the same", "[cuda][kda]") {
-  // One or two sequences of 96 heads are split over clusters, more are not; off its alignment a head stays in memory.
-  if (small_only()) return;
-  const KdaConfig g = KdaConfig::production();
+  // A block goes through fewer or more heads; off its alignment a head is not brought into shared memory.
+  const KdaConfig g = small_only() ? KdaConfig{2, 128, 4, -5.0f} : KdaConfig::production();
   const size rows = 4, width = kda_width(g), state = kda_state_elements(g), window = kda_conv_elements(g);
   const auto all = kda_device_problem<bf16>(g, rows, 1, 55);
   const auto together = kda_fused_on_device(all);
@@ -130,14 +129,13 @@ TEST_CASE("cuda kda: several tokens in one call give the bits of one call each",
 }
 
 TEST_CASE("cuda kda: 70,000 rows give the bits of blocks of 1,000", "[cuda][kda][cases]") {
-  if (small_only()) return;
-  const size rows = 70000, width = 4;
+  const size rows = small_only() ? 300 : 70000, block = small_only() ? 100 : 1000, width = 4;
   const auto all = kda_device_problem<float>({1, 4, 4, -5.0f}, rows, 1, 101);
   const auto got = kda_fused_on_device(all);
-  for (const size first : {size{0}, size{64800}, size{69000}}) {
-    const auto part = kda_fused_on_device(rows_of(all, first, 1000));
-    check(same_bits(slice(got.out, first * width, 1000 * width), part.out));
-    check(same_bits(slice(got.state, first * 16, 16000), slice(part.state, first * 16, 16000)));
+  for (const size first : all_or_few<size>({0, 64800, 69000}, {0, 200})) {
+    const auto part = kda_fused_on_device(rows_of(all, first, block));
+    check(same_bits(slice(got.out, first * width, block * width), part.out));
+    check(same_bits(slice(got.state, first * 16, block * 16), slice(part.state, first * 16, block * 16)));
   }
 }
 

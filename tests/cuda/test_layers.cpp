@@ -2,38 +2,16 @@
 // Inside the device decoder: in float every inner value of the references; in bf16 each layer on the references' own
 // stream against the host's bf16, and the trained model's likelihood of a passage it has not seen.
 
-#include <map>
 #include <set>
 
 #include "cuda/decoder_device.hpp"
-#include "cuda/device_test.hpp"
-#include "support/fixture.hpp"
+#include "cuda/layer_values.hpp"
+#include "cuda/small_model.hpp"
 
 using namespace k3;
 using namespace k3::test;
 
 namespace {
-
-using Values = std::map<std::string, std::vector<double>>;
-
-std::string tensor_name(const std::string& part, size layer) {
-  const bool once = part == "embed" || part == "final_hidden" || part == "output_attn_res_probs";
-  return once ? part : "layer" + std::to_string(layer) + "." + part;
-}
-
-/// A batch of `rows` tokens of slot 0, all logits wanted.
-struct Rows {
-  std::vector<id> tokens, slots;
-  std::vector<size> positions, wanted;
-  Rows(const std::vector<id>& ids, size first, size rows) : slots(rows, 0) {
-    for (size row = 0; row < rows; ++row) {
-      tokens.push_back(ids[first + row]);
-      positions.push_back(first + row);
-      wanted.push_back(row);
-    }
-  }
-  DecoderBatch batch() const { return {view(tokens), view(slots), view(positions), view(wanted)}; }
-};
 
 /// What the cache of a sequence holds, by the references' names.
 template <class P>
@@ -58,7 +36,7 @@ void check_inner_values(const Fixture& f, size rows) {
   auto runner = make_device_runner(f.model, options);
   Values seen;
   for (size done = 0; done < ids.size(); done += rows) {
-    const Rows part(ids, done, std::min(rows, ids.size() - done));
+    const TokenRows part(ids, done, std::min(rows, ids.size() - done));
     runner->forward(part.batch(), [&](const std::string& name, size layer, std::vector<float>& values) {
       auto& to = seen[tensor_name(name, layer)];
       to.insert(to.end(), values.begin(), values.end());
@@ -78,15 +56,6 @@ void check_inner_values(const Fixture& f, size rows) {
     ++compared;
   }
   CHECK(compared > 25);
-}
-
-double relative_l2(const std::vector<double>& got, const std::vector<double>& want) {
-  double difference = 0, norm = 0;
-  for (size i = 0; i < got.size(); ++i) {
-    difference += (got[i] - want[i]) * (got[i] - want[i]);
-    norm += want[i] * want[i];
-  }
-  return std::sqrt(difference / norm);
 }
 
 /// How far apart the scores of the last chosen expert and the first one that was not are, for each row of logits.
@@ -111,7 +80,7 @@ std::vector<double> selection_gaps(const AnyVector<>& bias, size k, const std::v
 size check_bf16_layers(const Fixture& f) {
   const std::vector<id> ids = f.ids(2);
   const size rows = ids.size(), hidden = f.model.config.hidden_size;
-  const Rows all(ids, 0, rows);
+  const TokenRows all(ids, 0, rows);
   std::map<size, std::vector<double>> references;  // by layer: the stream behind it
   for (size layer = 0; layer < f.model.graph.layers.size(); ++layer)
     references[layer] = f.values("layer" + std::to_string(layer) + ".residual");
@@ -200,73 +169,78 @@ TEST_CASE("device decoder: each layer in bf16 on the references' stream agrees w
 
 namespace {
 
-/// Mean negative log-likelihood of tokens 1 to n-1, and the most likely token behind each of them.
-struct Likelihood {
-  double mean = 0;
-  std::vector<id> best;
-};
-
 Likelihood device_likelihood(const K3CpuModel& model, const std::vector<id>& tokens, bool half) {
-  const size vocab = model.config.vocab_size;
   RunnerOptions options;
   options.half = half, options.capacity = tokens.size(), options.max_rows = options.max_logit_rows = 64;
   auto runner = make_device_runner(model, options);
   Likelihood result;
-  for (size done = 0; done < tokens.size(); done += options.max_rows) {
-    const size now = std::min(options.max_rows, tokens.size() - done);
-    runner->forward(Rows(tokens, done, now).batch());
-    const std::vector<float> logits = runner->logits();
-    for (size row = 0; row < now && done + row + 1 < tokens.size(); ++row) {
-      const auto at = [&](size i) { return static_cast<double>(logits[row * vocab + i]); };
-      double largest = at(0), sum = 0;
-      for (size i = 1; i < vocab; ++i) largest = std::max(largest, at(i));
-      for (size i = 0; i < vocab; ++i) sum += std::exp(at(i) - largest);
-      result.mean += (largest + std::log(sum) - at(static_cast<size>(tokens[done + row + 1]))) /
-                     static_cast<double>(tokens.size() - 1);
-      result.best.push_back(runner->argmax(row));
-    }
+  for (size done = 0; done + 1 < tokens.size(); done += options.max_rows) {
+    const size now = std::min(options.max_rows, tokens.size() - 1 - done);
+    runner->forward(TokenRows(tokens, done, now).batch());
+    result.add(runner->logits(), model.config.vocab_size, &tokens[done + 1], now);
+    CHECK(runner->argmax(now - 1) == result.best.back());
   }
   return result;
+}
+
+/// Tokens of which a reference in double says how likely they are.
+struct Passage {
+  const K3CpuModel* model;
+  std::vector<id> tokens;
+  Likelihood reference;
+};
+
+Passage held_out_passage(const K3CpuModel& model) {
+  const nlohmann::json reference = read_json_file(austen_path("expected.json"))["heldout"];
+  const nlohmann::json passage = read_json_file(data_path("austen_heldout.json"));
+  const std::vector<id> tokens = passage["ids"];
+  REQUIRE(tokens.size() == reference["tokens"].get<size>());
+  CHECK(first_of(tokens, 32) == reference["first_ids"].get<std::vector<id>>());
+  CHECK(std::vector<id>(tokens.end() - 32, tokens.end()) == reference["last_ids"].get<std::vector<id>>());
+  return {&model, tokens, {reference["mean_nll"], passage["argmax_fp64"]}};
+}
+Passage small_passage() {
+  Passage passage{&small_model(), {3, 14, 1, 5, 9, 2, 6, 5}, {}};
+  const size rows = passage.tokens.size() - 1;
+  Decoder<Fp64> decoder(host{1}, small_model(), rows, rows);
+  HybridCache<Fp64> cache = decoder.make_cache(1, rows);
+  decoder.forward(cache, TokenRows(passage.tokens, 0, rows).batch());
+  passage.reference.add(elements(decoder.logits()), small_model().config.vocab_size, &passage.tokens[1], rows);
+  return passage;
 }
 
 }  // namespace
 
 TEST_CASE("device decoder: the trained model's texts in float") {
-  if (small_only()) return;
-  const K3CpuModel model = from_pretrained(austen_path());
+  std::vector<Subject> texts = small_only() ? subjects(0) : std::vector<Subject>();
+  const K3CpuModel model = small_only() ? small_model() : from_pretrained(austen_path());
   const nlohmann::json expected = read_json_file(austen_path("expected.json"));
-  for (const nlohmann::json& prompt : expected["prompts"]) {
-    const std::vector<id> ids = prompt["ids"], generated = prompt["generated"];
-    const size count = generated.size();
+  if (texts.empty())
+    for (const nlohmann::json& prompt : expected["prompts"])
+      texts.push_back({"austen", &model, prompt["ids"], prompt["generated"], {prompt["first_logits"]}});
+  for (const Subject& text : texts) {
     RunnerOptions options;
-    options.capacity = ids.size() + generated.size() + 1;
-    auto runner = make_device_runner(model, options);
-    const Run run = greedy(*runner, ids, count, 32);
-    INFO("prompt of " << ids.size() << " tokens");
-    CHECK(run.tokens == std::vector<id>(generated.begin(), generated.begin() + static_cast<std::ptrdiff_t>(count)));
-    check(compare(run.logits[0], prompt["first_logits"].get<std::vector<double>>(), 1e-4, 0, true));
+    options.capacity = text.prompt.size() + text.generated.size() + 1;
+    auto runner = make_device_runner(*text.model, options);
+    const Run run = greedy(*runner, text.prompt, text.generated.size(), 32);
+    INFO(text.name << ", prompt of " << text.prompt.size() << " tokens");
+    CHECK(run.tokens == text.generated);
+    check(compare(run.logits[0], text.logits[0], 1e-4, 0, true));
   }
 }
 
 TEST_CASE("device decoder: the trained model's likelihood of the held-out passage, in float and bf16") {
-  if (small_only()) return;
-  const K3CpuModel model = from_pretrained(austen_path());
-  const nlohmann::json reference = read_json_file(austen_path("expected.json"))["heldout"];
-  const nlohmann::json passage = read_json_file(data_path("austen_heldout.json"));
-  const std::vector<id> tokens = passage["ids"], best = passage["argmax_fp64"];
-  REQUIRE(tokens.size() == reference["tokens"].get<size>());
-  CHECK(std::vector<id>(tokens.begin(), tokens.begin() + 32) == reference["first_ids"].get<std::vector<id>>());
-  CHECK(std::vector<id>(tokens.end() - 32, tokens.end()) == reference["last_ids"].get<std::vector<id>>());
-  const double mean = reference["mean_nll"];
+  const K3CpuModel model = small_only() ? small_model() : from_pretrained(austen_path());
+  const Passage passage = small_only() ? small_passage() : held_out_passage(model);
+  const double mean = passage.reference.mean;
   for (const bool half : {false, true}) {
-    const Likelihood got = device_likelihood(model, tokens, half);
-    REQUIRE(got.best.size() == best.size());
-    size same = 0;
-    for (size i = 0; i < best.size(); ++i) same += got.best[i] == best[i];
-    const double share = static_cast<double>(same) / static_cast<double>(best.size());
+    const Likelihood got = device_likelihood(*passage.model, passage.tokens, half);
+    REQUIRE(got.best.size() == passage.reference.best.size());
+    const double share = got.agreement(passage.reference.best);
     INFO((half ? "bf16" : "float") << ": mean nll " << got.mean << " for " << mean << ", equal arg-maxes " << share);
     // Measured: float 3e-8 and all of them, bf16 1.9e-4 and 99.3 %; 5e-3 and 95 % are what bf16 must keep.
-    CHECK(std::abs(got.mean - mean) <= (half ? 1e-3 : 1e-6) * mean);
-    CHECK(share >= (half ? 0.98 : 0.999));
+    const double bf16_bound = small_only() ? 1e-2 : 1e-3, bf16_share = small_only() ? 0.8 : 0.98;
+    CHECK(std::abs(got.mean - mean) <= (half ? bf16_bound : 1e-6) * mean);
+    CHECK(share >= (half ? bf16_share : 0.999));
   }
 }

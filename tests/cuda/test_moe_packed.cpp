@@ -1,39 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/device_test.hpp"
 #include "cuda/moe_device.hpp"
 #include "cuda/moe_problem.hpp"
 
-namespace {
-
-using k3::bf16;
-using k3::ElementType;
-using k3::LatentMoeConfig;
-using k3::RowStatus;
-using k3::size;
-using k3::test::check;
-using k3::test::ExpertBytes;
-using k3::test::geometry;
-using k3::test::mix_experts_on_device;
-using k3::test::MoeInputs;
-using k3::test::random_problem;
-using k3::test::row_of;
-using k3::test::rows_of;
-using k3::test::same_bits;
-using k3::test::total;
-
-constexpr unsigned nan_router = static_cast<unsigned>(RowStatus::nan_router_logits);
-constexpr unsigned bad_expert = static_cast<unsigned>(RowStatus::bad_expert);
-const float nan_value = std::numeric_limits<float>::quiet_NaN();
-
-}  // namespace
+using namespace k3;
+using namespace k3::test;
 
 TEST_CASE("Repacking experts is lossless and puts every bit where the layout says", "[cuda][moe]") {
   const LatentMoeConfig g = geometry(512, 1024, 1, 1);
-  ExpertBytes expert = k3::test::random_experts(g, ElementType::mxfp4, 61)[0];
+  ExpertBytes expert = random_experts(g, ElementType::mxfp4, 61)[0];
   // every code at every place of a word, and every scale
   for (size i = 0; i < 16 * 4; ++i) expert.data[0][i] = static_cast<unsigned char>(i / 4 * 0x11);
   for (size i = 0; i < 256; ++i) expert.scale[0][i] = static_cast<unsigned char>(i);
-  const auto got = k3::test::repack_on_device(g, expert);
+  const auto got = repack_on_device(g, expert);
   for (size m = 0; m < 3; ++m) {
     CHECK(got.restored.data[m] == expert.data[m]);
     CHECK(got.restored.scale[m] == expert.scale[m]);
@@ -57,11 +35,9 @@ TEST_CASE("Repacking experts is lossless and puts every bit where the layout say
       }
     CHECK(wrong == 0);
   }
-  CHECK(k3::test::repack_on_device(g, expert, 4).packed.data[0].empty());
+  CHECK(repack_on_device(g, expert, 4).packed.data[0].empty());
   const LatentMoeConfig narrow = geometry(256, 512, 1, 1);
-  CHECK(k3::test::repack_on_device(narrow, k3::test::random_experts(narrow, ElementType::mxfp4, 62)[0])
-            .packed.data[0]
-            .empty());
+  CHECK(repack_on_device(narrow, random_experts(narrow, ElementType::mxfp4, 62)[0]).packed.data[0].empty());
 }
 
 namespace {
@@ -98,7 +74,7 @@ TEMPLATE_TEST_CASE("Packed experts give the bits of released ones", "[cuda][moe]
                         {3584, 3072, 19, 3},
                         {4096, 512, 2, 3}}) {
     const bool small = s.width < 1000 && s.rows < 34;
-    if (!small && (k3::test::small_only() || (std::is_same_v<TestType, float> && s.width > 1024))) continue;
+    if (!small && (small_only() || (std::is_same_v<TestType, float> && s.width > 1024))) continue;
     CAPTURE(s.width, s.hidden, s.rows);
     auto in = random_problem<TestType>(geometry(s.width, s.hidden, 7, s.k), ElementType::mxfp4, s.rows, 71);
     // one expert with scales that need the second product, one that nobody has
@@ -107,7 +83,7 @@ TEMPLATE_TEST_CASE("Packed experts give the bits of released ones", "[cuda][moe]
     for (auto& e : in.ids) e = e == 6 ? 5 : e;
     check_packed(in);
     auto crowded = in;  // all rows on the same experts
-    for (size i = 0; i < crowded.ids.size(); ++i) crowded.ids[i] = static_cast<k3::id>(i % s.k);
+    for (size i = 0; i < crowded.ids.size(); ++i) crowded.ids[i] = static_cast<id>(i % s.k);
     check(same_bits(mix_experts_on_device(crowded, {.packed = true}).out, mix_experts_on_device(crowded).out));
   }
 }
@@ -128,7 +104,7 @@ TEMPLATE_TEST_CASE("Packed experts keep padding rows, failed rows and absent exp
     auto in = random_problem<TestType>(geometry(512, 512, 6, 2), ElementType::mxfp4, rows, 81);
     const auto clean = mix_experts_on_device(in);
     in.slots.assign(rows, 0);
-    in.slots[1] = k3::pad_slot;
+    in.slots[1] = pad_slot;
     in.ids[2] = in.ids[3] = 1 << 30;
     for (size i = 0; i < 512; ++i) in.latent[512 + i] = TestType(nan_value);
     in.ids[2 * 2 + 1] = -1;

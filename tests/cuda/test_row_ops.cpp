@@ -129,6 +129,8 @@ TEST_CASE("the device's AttnRes mixture and norm agree with the host's") {
           check(same_bits(shifted.probs, got.probs));
           c.only_out = true;
           check(same_bits(device_attnres_norm(call, c).out, got.out));
+          c.before_product = true;
+          check(same_bits(device_attnres_norm(call, c).out, got.out));
           other = call, other.replays = 3;
           check(same_bits(device_attnres_norm(other, c).out, got.out));
         }
@@ -156,11 +158,10 @@ TEST_CASE("a row of the device's AttnRes mixture has the same bits in any batch"
 }
 
 TEST_CASE("sampled rows of the released width: the device's mixtures of 1 to 10 sources agree with double") {
-  if (small_only()) return;
-  const size hidden = 7168, rows = 70;
+  const size hidden = small_only() ? 520 : 7168, rows = small_only() ? 3 : 70;
   for (const size stored : sizes{0, 1, 4, 8, 9}) {
     const MixCase all = mix_case(stored, rows, hidden, true);
-    for (const size count : sizes{1, 30, 70}) {
+    for (const size count : all_or_few<size>({1, 30, 70}, {3})) {
       const MixResult got = device_attnres_norm(call_of(true), some_rows(all, 0, count));
       for (const size row : {size{0}, count / 2, count - 1}) {
         CAPTURE(stored, count, row);
@@ -247,8 +248,9 @@ TEST_CASE("the device's embedding copies rows and guards ids") {
         }
 }
 
-TEST_CASE("row-wise operations take 70,000 rows and none") {
-  const size rows = small_only() ? 200 : 70000, part = small_only() ? 100 : 1000, hidden = 24;
+TEST_CASE("row-wise operations take 65,536 rows and 70,000") {
+  const size all = GENERATE(size{65536}, size{70000});
+  const size rows = small_only() ? all / 350 : all, part = small_only() ? 50 : 1000, hidden = 24;
   const auto x = numbers(rows * hidden, 8, true), weight = numbers(hidden, 9, true);
   const auto normed = device_rms_norm(RowCall{}, rows, hidden, x, weight, 1e-5f);
   const auto ids = device_argmax(RowCall{}, rows, hidden, x).ids;
@@ -258,8 +260,9 @@ TEST_CASE("row-wise operations take 70,000 rows and none") {
   for (size r = 0; r < rows; ++r) tokens[r] = static_cast<id>(r * 7 % 50);
   const auto table = numbers(50 * hidden, 10, true);
   const auto embedded = device_embed(RowCall{}, tokens, 50, hidden, table).out;
-  for (size from = 0; from < rows; from += part) {
-    CAPTURE(from);
+  for (size next = 0; next < rows; next += part) {
+    const size from = detail::smaller(next, rows - part);  // the last block ends with the rows
+    CAPTURE(rows, from);
     if (from % 10000 == 0 || from + part == rows) {
       check(same_bits(device_rms_norm(RowCall{}, part, hidden, first_rows(x, from, part, hidden), weight, 1e-5f),
                       first_rows(normed, from, part, hidden)));
@@ -270,13 +273,25 @@ TEST_CASE("row-wise operations take 70,000 rows and none") {
     const auto logits = first_rows(x, from, part, hidden);
     argmax(host{}, view(logits, part, hidden), view(want));
     CHECK(std::equal(want.begin(), want.end(), ids.begin() + static_cast<std::ptrdiff_t>(from)));
-    check(same_bits(first_rows(embedded, from + 3, 1, hidden),
-                    first_rows(table, static_cast<size>(tokens[from + 3]), 1, hidden)));
+    for (const size row : {from + 3, from + part - 1})
+      check(same_bits(first_rows(embedded, row, 1, hidden),
+                      first_rows(table, static_cast<size>(tokens[row]), 1, hidden)));
   }
+}
+
+TEST_CASE("row-wise operations of no rows, or rows of no elements, launch nothing and leave no error") {
+  const size hidden = 24;
+  const auto weight = numbers(hidden, 9, true), table = numbers(50 * hidden, 10, true);
   CHECK(device_rms_norm(RowCall{}, 0, hidden, {}, weight, 1e-5f).empty());
+  CHECK(device_rms_norm(RowCall{}, 3, 0, {}, {}, 1e-5f).empty());
   CHECK(device_argmax(RowCall{}, 0, hidden, {}).ids.empty());
   CHECK(device_embed(RowCall{}, {}, 50, hidden, table).out.empty());
+  CHECK(device_embed(RowCall{}, {1, 2, 99}, 50, 0, {}).out.empty());
   CHECK(device_attnres_norm(RowCall{}, mix_case(1, 0, hidden, true)).out.empty());
+  const EmbedResult no_words = device_embed(RowCall{}, {0, 7}, 0, hidden, {});  // every id is a wrong one
+  check(same_bits(no_words.out, std::vector<float>(2 * hidden)));
+  CHECK(no_words.status == std::vector<unsigned>(2, static_cast<unsigned>(RowStatus::bad_id)));
+  CHECK(device_empty_launches() == std::vector<size>{0, 0, 0, 0, 0, 0, 0, 1});  // the last has a row
 }
 
 TEST_CASE("the device's row-wise operations refuse what does not fit") {
@@ -290,7 +305,9 @@ TEST_CASE("the device's row-wise operations refuse what does not fit") {
                                          "attnres_norm/norm",
                                          "attnres_norm/res_eps",
                                          "attnres_norm/mix",
-                                         "attnres_norm/snapshots"};
+                                         "attnres_norm/snapshots",
+                                         "attnres_norm/running's width",
+                                         "sigmoid_topk/the number of experts"};
   CHECK(device_row_refusals() == want);
 }
 

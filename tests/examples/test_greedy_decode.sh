@@ -100,7 +100,10 @@ fi
 # On a terminal the bar of opening is erased before anything else is written.
 python3 - "$program" "$model" <<'END' || failures=$((failures + 1))
 import os, re, subprocess, sys
-terminal, end = os.openpty()
+try:
+    terminal, end = os.openpty()
+except OSError as problem:
+    sys.exit(f"this system gives no terminals to test with, which needs a devpts mounted at /dev/pts: {problem}")
 environment = {name: value for name, value in os.environ.items() if name != "CI"}
 run = subprocess.Popen([*sys.argv[1:], "--ids", "5", "--max-new", "1"], stdout=subprocess.DEVNULL, stderr=end,
                        env=environment)

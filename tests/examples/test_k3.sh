@@ -104,6 +104,11 @@ for like in kimi-k3 kimi-k3-0.40b kimi-k3-0.40b-mxfp4 kimi-k3-tiny-random kimi-l
   "$program" generate "$made" --ids 5,6,7,8 --max-new 12 --eos none 2>/dev/null >"$scratch/mapped"
   expect 1 'expected at least ' generate "$made" --ids 5 --host-memory 1K
   floor=$(sed -n 's/.*expected at least \([0-9]*\) bytes.*/\1/p' "$scratch/err")
+  for memory in 0 $((floor - 1)); do
+    expect 1 "memory is $memory, expected at least $floor bytes, the" generate "$made" --ids 5 --host-memory "$memory"
+    same "lines on a budget of $memory" "$(wc -l <"$scratch/err"), $(wc -c <"$scratch/out")" '1, 0'
+    expect 1 "memory is $memory, expected at least $floor bytes, the" chat "$made" --host-memory "$memory"
+  done
   for memory in "$floor" $((floor * 2)) 1G auto; do
     expect 0 'hit rate' generate "$made" --ids 5,6,7,8 --max-new 12 --eos none --host-memory "$memory"
     same "tokens of $like with --host-memory $memory" "$(cat "$scratch/out")" "$(cat "$scratch/mapped")"
@@ -185,6 +190,11 @@ same 'the same conversation as JSON' "$(cat "$scratch/out")" "$(cat "$scratch/by
 python3 - "$program" "$model" "$scratch/tiny" <<'END' || failures=$((failures + 1))
 import json, os, pty, select, signal, subprocess, sys, time
 program, model, tiny = sys.argv[1:4]
+try:
+    for end in os.openpty():
+        os.close(end)
+except OSError as problem:
+    sys.exit(f"this system gives no terminals to test with, which needs a devpts mounted at /dev/pts: {problem}")
 
 def run(*arguments, stdin=b""):
     return subprocess.run([program, *arguments], input=stdin, capture_output=True, timeout=60, check=False)

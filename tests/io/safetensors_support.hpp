@@ -19,8 +19,8 @@ namespace k3::test {
 struct ScratchFolder {
   std::string path;
 
-  ScratchFolder() {
-    std::string name = (std::filesystem::temp_directory_path() / "k3-test-XXXXXX").string();
+  explicit ScratchFolder(const std::filesystem::path& parent = std::filesystem::temp_directory_path()) {
+    std::string name = (parent / "k3-test-XXXXXX").string();
     REQUIRE(::mkdtemp(name.data()) != nullptr);
     path = name;
   }

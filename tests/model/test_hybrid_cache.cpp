@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
+#include <cstdio>
 #include <limits>
 
 #include <k3/model/synthetic.hpp>
@@ -68,11 +69,20 @@ TEST_CASE("HybridCache: bytes_needed is what the layers hold") {
     if (const auto* mla = cache.mla(layer)) held += mla->bytes();
     if (const auto* kda = cache.kda(layer)) held += 3 * 4 * (kda->recurrent(0).elements() + kda->conv(0).elements());
   }
-  CHECK(held == HybridCache<Fp32>::bytes_needed(model().graph, config.kda, config.mla, 3, 16));
+  const auto needed = [&](size slots, size capacity) {
+    return HybridCache<Fp32>::bytes_needed(model().graph, config.kda, config.mla, slots, capacity);
+  };
+  CHECK(held == needed(3, 16));
+  CHECK_THROWS_AS(needed(1, size{1} << 60), invalid_argument);
+  CHECK_THROWS_AS(needed(~size{0}, 1), invalid_argument);
+  CHECK_THROWS_AS(needed(size{1} << 40, size{1} << 30), invalid_argument);
 }
 
 TEST_CASE("HybridCache: where there is not enough memory it says how much is needed") {
-  if (sanitized) return;  // a sanitizer ends the program instead
+  if (sanitized) {
+    std::puts("note: model/hybrid_cache: no cache beyond all memory is tried: a sanitizer would end the program");
+    return;
+  }
   // 2^31 - 1 positions of 4096 slots: 211 TB a layer, more than a process can address.
   const size slots = 4096, capacity = (size{1} << 31) - 1;
   const K3Config& config = model().config;

@@ -188,6 +188,8 @@ TEST_CASE("kda_gate, short_conv and gated_rms_norm refuse what does not fit", "[
   check_refused("gated_rms_norm", "gate", norm(z, out.slice(0, 0, 1), weight, out));
   check_refused("gated_rms_norm", "weight", norm(z, out, bias, out));
   check_refused("gated_rms_norm", "out", norm(z, out, weight, out.slice(1, 0, 7)));
+  for (const float eps : {-1e-5f, INFINITY, NAN})
+    check_refused("gated_rms_norm", "eps", [&] { gated_rms_norm(host{}, g, z, out, weight, eps, out); });
   const auto strided = [&](size count) { return View<const float, 1>{memory.data() + 120, {count}, {2}}; };
   const auto nowhere = [](size count) { return View<const float, 1>{nullptr, {count}, {1}}; };
   check_refused("gated_rms_norm", "weight", norm(z, out, strided(4), out));

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <cmath>
+
 #include <k3/ops/rms_norm.hpp>
 
 #include "support/compare.hpp"
@@ -105,6 +107,8 @@ TEST_CASE("rms_norm names what does not fit and changes nothing", "[rms_norm]") 
   }
   CHECK_THROWS_AS(rms_norm(host{}, view(x, 2, 3), view(x.data(), 3), 1e-5f, view(y, 3, 2)), invalid_argument);
   CHECK_THROWS_AS(rms_norm(host{}, view(x, 2, 3), AnyVector<>{}, 1e-5f, view(y, 2, 3)), invalid_argument);
+  for (const float eps : {-1e-5f, INFINITY, NAN})
+    CHECK_THROWS_AS(rms_norm(host{}, view(x, 2, 3), view(x.data(), 3), eps, view(y, 2, 3)), invalid_argument);
   CHECK(y == std::vector<float>(6, 7.0f));
 }
 

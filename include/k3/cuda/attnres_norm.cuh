@@ -11,6 +11,8 @@ struct AttnResNormOptions {
   float mix = 1.0f;              ///< ablation: 0 the running stream alone, 1 the mixture. Source: `K3_ATTNRES_MIX`
   DeviceView<float, 2> mixed{};  ///< [R, hidden]: receives what goes into the norm
   DeviceView<float, 2> probs{};  ///< [R, n + 1]: receives the weights of the sources
+  /// The launch behind this one is a product: it may fetch its weights before this one's sources are there.
+  bool before_product = false;
 };
 
 namespace detail {
@@ -126,7 +128,7 @@ void attnres_norm(const gpu& exec, const Snapshots& snapshots, const Running& ru
   a.proj = detail::attnres_vector("res_proj", res_proj, hidden);
   a.weight = detail::attnres_vector("norm", norm, hidden);
   a.stored = static_cast<unsigned>(stored), a.hidden = static_cast<unsigned>(hidden), a.rows = rows;
-  a.res_eps = res_eps, a.norm_eps = norm_eps, a.mix = options.mix;
+  a.res_eps = res_eps, a.norm_eps = norm_eps, a.mix = options.mix, a.early = options.before_product;
   a.vector =
       (stored == 0 || detail::rows_aligned(snapshots)) && detail::rows_aligned(running) && detail::rows_aligned(out);
   if (rows > 0)

@@ -23,7 +23,7 @@ class DeviceBuffer {
     if (code != cudaSuccess) {
       detail::ignore_cuda(code);
       throw cuda_error("DeviceBuffer", "cudaMalloc of " + std::to_string(bytes) + " bytes", static_cast<int>(code),
-                       cudaGetErrorString(code));
+                       detail::cuda_description(code));
     }
     if (zero) {
       // Ordered before everything later on any stream: a plain memset would only be ordered on the default one.

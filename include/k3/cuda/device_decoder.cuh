@@ -57,6 +57,8 @@ class DeviceDecoder {
   const K3CpuModel& model() const { return model_.host_model(); }
   size max_rows() const { return max_rows_; }
   size max_logit_rows() const { return max_logit_rows_; }
+  /// Numbers of rows whose step has been captured for the cache in use; 0 where steps are launched directly.
+  size captured_steps() const { return graphs_.size(); }
 
   /// A cache for this decoder's model and stream.
   DeviceHybridCache<P> make_cache(size slots, size capacity) const {

@@ -211,13 +211,13 @@ class K3DeviceModel {
     place_all(
         [&](const std::string&, auto& weight, const auto&, WeightRole) { weight = move(pending.next(weight), upload); },
         [&](DeviceLayerWeights& layer) {
-          upload.flush();
           if (with_experts) upload_experts(layer, upload, [&](size bytes) { return take(bytes); });
         },
         [&] {
-          upload.flush();
+          if (upload.bytes() >= size{1} << 30) upload.flush();  // not for each layer: it waits for the last copies
           report();
         });
+    upload.flush();
   }
   /// All experts of a layer, `take(bytes)` memory each.
   template <class Take>

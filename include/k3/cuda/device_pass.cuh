@@ -133,6 +133,7 @@ void DevicePass<P, G, Observer>::norm_input(const Vector& res_norm, const Vector
   const auto snapshots = device_view(work_.snapshots.data(), work_.snapshot_count, work_.rows, hidden)
                              .slice(0, 0, snapshots_)
                              .slice(1, 0, rows_);  // [snapshots, R, hidden]
+  options.before_product = true;
   attnres_norm(exec_, snapshots, stream, res_norm, res_proj, eps, norm, eps, normed, options);
   observe_(probs_name, index, options.probs);
   observe_("mixed", index, options.mixed);

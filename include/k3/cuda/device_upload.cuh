@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <algorithm>
-#include <atomic>
+#include <condition_variable>
 #include <exception>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -19,11 +19,13 @@ struct CopyWeights {
 
 namespace detail {
 
-/// Large amounts of host memory to the device. Threads read pieces of it, through `read(from, bytes, to)`, into
-/// page-locked memory, each one while the device fetches its piece before. Little is copied at once.
+/// Large amounts of host memory to the device. Pieces of it go through a few places in page-locked memory: several
+/// threads read the parts of a piece, through `read(from, bytes, to)`, the last of them has it copied, and meanwhile
+/// the next piece is read to the next place. The places are small enough to stay in the processor's cache, the pieces
+/// large enough for the rate of large copies.
 class DeviceUpload {
  public:
-  static constexpr size piece_bytes = size{1} << 20;
+  static constexpr size piece_bytes = size{4} << 20, part_bytes = size{1} << 19;
 
   /// `read` is called by several threads, and must live as long.
   template <class Read>
@@ -39,11 +41,13 @@ class DeviceUpload {
       pieces_.push_back({static_cast<std::byte*>(to) + at, static_cast<const std::byte*>(from) + at,
                          smaller(piece_bytes, bytes - at)});
   }
+  /// Bytes to be copied.
+  size bytes() const { return bytes_; }
 
   /// Returns when all is there. Throws what a read threw, or cuda_error; nothing is left waiting then.
   void flush() {
     try {
-      bytes_ < 4 * piece_bytes ? copy_at_once() : copy_in_threads();
+      bytes_ < piece_bytes ? copy_at_once() : copy_in_threads();
     } catch (...) {
       clear();
       throw;
@@ -57,11 +61,15 @@ class DeviceUpload {
     const std::byte* from;
     size bytes;
   };
-  /// What a thread has: two places for pieces, and what tells when one is free again.
-  struct Lane {
-    DeviceStream stream;
-    DeviceEvent free[2] = {DeviceEvent(DeviceEvent::Wait::sleeping), DeviceEvent(DeviceEvent::Wait::sleeping)};
+  struct Place {
+    enum class State { free, filling, copying } state = State::free;
+    size piece = 0, unread = 0;  // bytes of it
+    DeviceEvent copied{DeviceEvent::Wait::sleeping};
   };
+  struct Part {
+    size place, offset, bytes;
+  };
+  static constexpr size place_count = 8;
 
   void clear() {
     pieces_.clear();
@@ -80,62 +88,93 @@ class DeviceUpload {
   }
 
   void copy_in_threads() {
-    if (lanes_.empty()) {
-      const unsigned cores = std::thread::hardware_concurrency();
-      lanes_ = std::vector<Lane>(smaller(larger(cores, 2u), 16u));
-      staging_ = pinned_memory(lanes_.size() * 2 * piece_bytes);
+    if (places_.empty()) {
+      staging_ = pinned_memory(place_count * piece_bytes);
       if (!staging_) throw cuda_error("DeviceUpload", "cudaMallocHost", cudaErrorMemoryAllocation, "no memory");
       check_cuda("DeviceUpload", "cudaGetDevice", cudaGetDevice(&device_));
+      places_ = std::vector<Place>(place_count);
     }
-    std::vector<std::exception_ptr> problems(lanes_.size());
-    std::atomic<size> next{0};
+    for (Place& place : places_) place.state = Place::State::free;
+    next_ = offset_ = 0;
+    problem_ = nullptr;
     std::vector<std::thread> threads;
-    const auto work = [&](size lane) {
-      try {
-        copy(lane, next);
-      } catch (...) {
-        problems[lane] = std::current_exception();
-        next = pieces_.size();
-      }
-    };
+    const unsigned cores = std::thread::hardware_concurrency();
+    const size count = smaller<size>(larger(cores, 2u) - 1, 16);
     try {
-      for (size lane = 1; lane < lanes_.size(); ++lane) threads.emplace_back(work, lane);
+      for (size i = 1; i < count; ++i) threads.emplace_back([this] { work(); });
     } catch (const std::exception&) {  // no more threads: those that are there do it
     }
-    work(0);
+    work();
     for (std::thread& thread : threads) thread.join();
-    for (const std::exception_ptr& problem : problems)
-      if (problem) std::rethrow_exception(problem);
+    if (!problem_) return stream_.finish();
+    stream_.finish_quietly();
+    std::rethrow_exception(problem_);
   }
 
-  void copy(size lane, std::atomic<size>& next) const {
-    check_cuda("DeviceUpload", "cudaSetDevice", cudaSetDevice(device_));
-    const Lane& own = lanes_[lane];
-    size i, count = 0;
+  void work() noexcept {
+    std::unique_lock lock(mutex_);
     try {
-      for (; (i = next.fetch_add(1)) < pieces_.size(); ++count) {
-        const Piece& p = pieces_[i];
-        std::byte* const place = staging_.get() + (2 * lane + count % 2) * piece_bytes;
-        if (count >= 2) own.free[count % 2].wait();
-        read_(reader_, p.from, p.bytes, place);
+      check_cuda("DeviceUpload", "cudaSetDevice", cudaSetDevice(device_));
+      Part part;
+      while (take(lock, part)) {
+        Place& place = places_[part.place];
+        const Piece& piece = pieces_[place.piece];
+        std::byte* const at = staging_.get() + part.place * piece_bytes;
+        lock.unlock();
+        read_(reader_, piece.from + part.offset, part.bytes, at + part.offset);
+        lock.lock();
+        if ((place.unread -= part.bytes) > 0) continue;
         check_cuda("DeviceUpload", "cudaMemcpyAsync",
-                   cudaMemcpyAsync(p.to, place, p.bytes, cudaMemcpyHostToDevice, own.stream));
-        own.free[count % 2].record(own.stream);
+                   cudaMemcpyAsync(piece.to, at, piece.bytes, cudaMemcpyHostToDevice, stream_));
+        place.copied.record(stream_);
+        place.state = Place::State::copying;
+        changed_.notify_all();
       }
     } catch (...) {
-      own.stream.finish_quietly();
-      throw;
+      if (!lock.owns_lock()) lock.lock();
+      if (!problem_) problem_ = std::current_exception();
+      changed_.notify_all();
     }
-    own.stream.finish();
+  }
+
+  /// The next part to be read, once its place is free; false: there is none, or somebody has failed.
+  bool take(std::unique_lock<std::mutex>& lock, Part& part) {
+    for (;;) {
+      if (problem_ || next_ == pieces_.size()) return false;
+      const size p = next_ % place_count, piece = next_;
+      Place& place = places_[p];
+      if (offset_ == 0 && place.state == Place::State::filling) {
+        changed_.wait(lock);
+        continue;
+      }
+      if (offset_ == 0 && place.state == Place::State::copying) {
+        lock.unlock();
+        place.copied.wait();
+        lock.lock();
+        if (next_ == piece && offset_ == 0) place.state = Place::State::free;
+        continue;
+      }
+      if (offset_ == 0) place.state = Place::State::filling, place.piece = next_, place.unread = pieces_[next_].bytes;
+      part = {p, offset_, smaller(part_bytes, pieces_[next_].bytes - offset_)};
+      offset_ += part.bytes;
+      if (offset_ == pieces_[next_].bytes) ++next_, offset_ = 0;
+      return true;
+    }
   }
 
   const void* reader_;
   void (*read_)(const void* reader, const void* from, size bytes, std::byte* to);
   std::vector<Piece> pieces_;
   size bytes_ = 0;
-  std::vector<Lane> lanes_;
-  std::shared_ptr<std::byte> staging_;  // [lanes, 2, piece_bytes]
   int device_ = 0;
+  std::vector<Place> places_;
+  std::shared_ptr<std::byte> staging_;  // [places, piece_bytes]
+  DeviceStream stream_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;  // a place is being copied, or somebody has failed
+  size next_ = 0, offset_ = 0;       // what is read next
+  std::exception_ptr problem_;
 };
 
 }  // namespace detail

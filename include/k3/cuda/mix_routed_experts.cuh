@@ -4,7 +4,7 @@
 #include <k3/core/precision.hpp>
 #include <k3/cuda/expert_table.cuh>
 #include <k3/kernels/expert_general.cuh>
-#include <k3/kernels/expert_stream.cuh>
+#include <k3/kernels/expert_small.cuh>
 #include <k3/ops/mix_routed_experts.hpp>
 #include <k3/ops/row_status.hpp>
 
@@ -108,7 +108,11 @@ inline bool expert_stream_runs() {
   static const bool runs = [] {
     cudaFuncAttributes attributes{};
     check_cuda("experts", "cudaFuncGetAttributes", cudaFuncGetAttributes(&attributes, kernel::expert_stream<true>));
-    return attributes.binaryVersion >= 90;
+    if (attributes.binaryVersion < 90) return false;
+    constexpr int shared = kernel::small_ring_bytes + kernel::small_rows_bytes;
+    check_cuda("experts", "cudaFuncSetAttribute",
+               cudaFuncSetAttribute(kernel::expert_stream<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    return true;
   }();
   return runs;
 }
@@ -254,7 +258,8 @@ void mix_routed_experts(const gpu& exec, G geometry, const Latent& latent, const
   list.order = workspace.order.data();
 
   const bool streams = std::same_as<X, bf16> && table.layout() == ExpertLayout::packed && detail::expert_stream_runs();
-  const bool small = streams && rows * top_k <= kernel::small_choices && rows * width * sizeof(X) <= 32 * 1024;
+  const bool small =
+      streams && rows * top_k <= kernel::small_choices && rows * width * sizeof(X) <= kernel::small_rows_bytes;
   if (streams) list.most = 8;
   if (!small) detail::launch_prepare<P>(operation, exec, list, latent, tensor, order, workspace);
   if constexpr (std::same_as<X, bf16>) {
@@ -267,7 +272,7 @@ void mix_routed_experts(const gpu& exec, G geometry, const Latent& latent, const
     if (streams)
       detail::launch_expert_kernel(operation, exec, small ? kernel::expert_stream<true> : kernel::expert_stream<false>,
                                    dim3(static_cast<unsigned>(detail::multiprocessors())), kernel::stream_threads,
-                                   small ? rows * width * sizeof(X) : 0, stream);
+                                   small ? kernel::small_ring_bytes + rows * width * sizeof(X) : 0, stream);
   }
   if (!streams) {
     const detail::ExpertLaunch<X> launch{operation, exec, table};

@@ -134,11 +134,11 @@ inline void mla_launch_wide(const gpu& exec, const MlaWideWorkspace& workspace,
                    sizeof(kernel::MlaWideShared<96>), w, q_map, kv_map);
   // Few rows have many parts each, many rows few.
   if (rows <= 2)
-    mla_launch_after(exec, kernel::mla_combine_wide<8>, dim3(pieces, rows), 1024, 0, w);
+    mla_launch_after(exec, kernel::mla_combine_wide<32, 8>, dim3(4 * pieces, rows), 256, 0, w);
   else if (rows <= 8)
-    mla_launch_after(exec, kernel::mla_combine_wide<2>, dim3(pieces, rows), 256, 0, w);
+    mla_launch_after(exec, kernel::mla_combine_wide<128, 2>, dim3(pieces, rows), 256, 0, w);
   else
-    mla_launch_after(exec, kernel::mla_combine_wide<1>, dim3(rows <= 64 ? pieces : pieces / 4, rows), 128, 0, w);
+    mla_launch_after(exec, kernel::mla_combine_wide<128, 1>, dim3(pieces, rows), 128, 0, w);
 }
 
 }  // namespace k3::detail

@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <sys/mman.h>
+
 #include <cstddef>
+#include <cstdlib>
 #include <memory>
 
 #include <k3/cuda/buffer.cuh>
@@ -31,6 +34,20 @@ class PinnedBuffer {
 /// Page-locked host memory that is shared, such as for StreamingOptions::allocate; null where the system does not give
 /// it.
 inline std::shared_ptr<std::byte> pinned_memory(size bytes) {
+  // In large pages where there are such: they are locked five times as fast.
+  constexpr size page = size{2} << 20;
+  const size whole = (bytes + page - 1) / page * page;
+  if (void* const large = bytes < page ? nullptr : std::aligned_alloc(page, whole)) {
+    ::madvise(large, whole, MADV_HUGEPAGE);
+    const cudaError_t code = cudaHostRegister(large, whole, cudaHostRegisterPortable);
+    if (code == cudaSuccess)
+      return {static_cast<std::byte*>(large), [](std::byte* old) {
+                detail::ignore_cuda(cudaHostUnregister(old));
+                std::free(old);
+              }};
+    detail::ignore_cuda(code);
+    std::free(large);
+  }
   void* memory = nullptr;
   const cudaError_t code = cudaMallocHost(&memory, bytes ? bytes : 1);
   detail::ignore_cuda(code);

@@ -73,12 +73,14 @@ class ExpertBinder {
   CheckpointTensors& tensors_;
 };
 
-/// Throws format_error where a tensor of scales, whose bytes begin at `first`, has the code for NaN.
-inline void check_scales(const Safetensors& files, const TensorInfo& tensor, const std::byte* first) {
-  const void* const found = std::memchr(first, e8m0_nan, tensor.bytes());
+/// Throws format_error where bytes [begin, end) of a tensor's file, which lie at `first` and are scales, have the code
+/// for NaN.
+inline void check_scales(const Safetensors& files, const TensorInfo& tensor, const std::byte* first,
+                         std::uint64_t begin, std::uint64_t end) {
+  const void* const found = std::memchr(first, e8m0_nan, static_cast<size>(end - begin));
   if (!found) return;
   throw format_error(files.path(tensor), printable(tensor.name), "scale byte 255 (NaN)",
-                     tensor.begin + static_cast<std::uint64_t>(static_cast<const std::byte*>(found) - first));
+                     begin + static_cast<std::uint64_t>(static_cast<const std::byte*>(found) - first));
 }
 
 /// The routed experts of one layer in a checkpoint's file maps. An expert's bytes are first touched when it is asked
@@ -103,7 +105,7 @@ class CheckpointExperts final : public ExpertSource {
   ExpertWeights operator[](k3::size expert) const override {
     if (!checked_[expert].load(std::memory_order_acquire)) {
       for (const TensorInfo* scale : experts_[expert].scale)
-        if (scale) check_scales(*storage_->files, *scale, storage_->files->data(*scale));
+        if (scale) check_scales(*storage_->files, *scale, storage_->files->data(*scale), scale->begin, scale->end);
       checked_[expert].store(true, std::memory_order_release);
     }
     return experts_[expert].weights;

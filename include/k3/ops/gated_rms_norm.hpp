@@ -33,7 +33,8 @@ void gated_rms_norm_head(const Core* core, const Gate* gate, const W* weight, Ac
 /// KDA's output gate: every head's core output is RMS-normalised, weighted and multiplied by sigmoid(gate):
 /// out[h] = weight * core[h] / sqrt(mean(core[h]^2) + eps) * sigmoid(gate[h]), rounded once on store.
 /// Shapes: core [R, H*D], gate [R, H*D] (g_proj x), weight [D] shared by the heads, out [R, H*D], which may be core or
-/// gate. Throws invalid_argument on shapes that do not fit and on memory that overlaps in another way.
+/// gate. Throws invalid_argument on shapes that do not fit, memory that overlaps in another way and an eps that is
+/// negative or not finite.
 /// Accuracy: <= 7e-7 relative to double for float. Source: `o_norm.weight`, `rms_norm_eps`.
 template <kda_geometry G, host_tensor<2> Core, host_tensor<2> Gate, class Weight, writable_host_tensor<2> Out>
 void gated_rms_norm(const host& exec, G geometry, const Core& core, const Gate& gate, const Weight& weight,
@@ -46,6 +47,7 @@ void gated_rms_norm(const host& exec, G geometry, const Core& core, const Gate& 
   detail::require_shape(operation, "gate", gate, rows, kda_width(geometry));
   detail::require_weight(operation, "weight", weight, head_dim);
   detail::require_shape(operation, "out", out, rows, kda_width(geometry));
+  detail::require(eps >= 0 && eps - eps == 0, operation, "eps", eps, "finite and not negative");
   detail::require_same_or_disjoint(operation, "out", out, "core", core);
   detail::require_same_or_disjoint(operation, "out", out, "gate", gate);
   detail::require_disjoint(operation, "out", out, "weight", weight);

@@ -3,6 +3,7 @@
 
 #include <k3/core/overlap.hpp>
 #include <k3/ops/linear_expanded.hpp>
+#include <k3/ops/linear_packed_row.hpp>
 
 namespace k3 {
 namespace detail {
@@ -92,16 +93,20 @@ void linear_rows(Isa isa, const View<const float, 2>& x, const Weight& weight, c
   linear_rows_plain<float>(x, weight, out, first, last);
 }
 
-/// Many rows of x with an MXFP4 weight, by a vector kernel; false where there is none or rows are few.
+/// Products with an MXFP4 weight that have a kernel of their own, for many rows of x and for one; false where there is
+/// none.
 template <class T, class Weight, class Out>
-bool linear_many([[maybe_unused]] const host& exec, [[maybe_unused]] const View<const T, 2>& x,
-                 [[maybe_unused]] const Weight& weight, [[maybe_unused]] const Out& out,
-                 [[maybe_unused]] size traffic) {
+bool linear_mxfp4([[maybe_unused]] const host& exec, [[maybe_unused]] const View<const T, 2>& x,
+                  [[maybe_unused]] const Weight& weight, [[maybe_unused]] const Out& out,
+                  [[maybe_unused]] size traffic) {
 #if K3_X86_64
   if constexpr (std::is_same_v<Weight, Mxfp4Matrix<>>) {
     const Isa isa = usable_isa(exec);
-    if (x.extents[0] < many_rows || isa == Isa::plain) return false;
-    if (isa == Isa::avx512)
+    const bool many = x.extents[0] >= many_rows, one = x.extents[0] == 1 && isa == Isa::avx2;
+    if (isa == Isa::plain || !(many || one)) return false;
+    if (one)
+      linear_packed_row(exec, x, weight, out, traffic);
+    else if (isa == Isa::avx512)
       linear_expanded<Avx512>(exec, x, weight, out, traffic);
     else
       linear_expanded<Avx2>(exec, x, weight, out, traffic);
@@ -130,7 +135,7 @@ void linear_typed(const host& exec, const View<const T, 2>& x, const Weight& wei
   } else {
     for_each_slab(x, out, [&](const View<const T, 2>& x_slab, const Out& out_slab) {
       const size traffic = bytes * ((x_slab.extents[0] + 3) / 4);
-      if (linear_many(exec, x_slab, weight, out_slab, traffic)) return;
+      if (linear_mxfp4(exec, x_slab, weight, out_slab, traffic)) return;
       const View<const float, 2> floats = float_rows(x_slab);
       parallel_chunks(exec, out.extents[1], tile_rows, traffic, [&](size first, size last) {
         linear_rows(usable_isa(exec), floats, weight, out_slab, first, last);

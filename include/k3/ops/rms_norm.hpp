@@ -27,8 +27,8 @@ void rms_norm_row(const X* x, const W* weight, Acc eps, Out* out, size count) {
 }  // namespace detail
 
 /// RMSNorm of every row: out = weight * x / sqrt(mean(x^2) + eps), a plain weight (no 1 + w), rounded once on store.
-/// Shapes: x [B, n], weight [n], out [B, n]; out may be x. Throws invalid_argument on a shape that does not fit and on
-/// memory that overlaps in another way.
+/// Shapes: x [B, n], weight [n], out [B, n]; out may be x. Throws invalid_argument on a shape that does not fit, memory
+/// that overlaps in another way and an eps that is negative or not finite.
 /// Accuracy: <= 6e-7 relative to double for float. Source: `input_layernorm` and its sisters, `rms_norm_eps`.
 template <host_tensor<2> X, class Weight, writable_host_tensor<2> Out>
 void rms_norm(const host& exec, const X& x, const Weight& weight, accumulator_t<typename X::value_type> eps,
@@ -38,6 +38,7 @@ void rms_norm(const host& exec, const X& x, const Weight& weight, accumulator_t<
   detail::require_shape("rms_norm", "x", x, rows, count);
   detail::require_weight("rms_norm", "weight", weight, count);
   detail::require_shape("rms_norm", "out", out, rows, count);
+  detail::require(eps >= 0 && eps - eps == 0, "rms_norm", "eps", eps, "finite and not negative");
   detail::require_same_or_disjoint("rms_norm", "out", out, "x", x);
   detail::require_disjoint("rms_norm", "out", out, "weight", weight);
   detail::with_typed(weight, [&](const auto& w) {

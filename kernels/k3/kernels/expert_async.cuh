@@ -1,17 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <k3/kernels/architecture.cuh>
 #include <k3/kernels/common.cuh>
 
-// What the expert kernels use of sm_90: launches that overlap the kernel before; and counters between blocks.
+// What the expert kernels use of sm_90: launches that overlap the kernel before, bulk copies into shared memory; and
+// counters between blocks.
 namespace k3::kernel {
 
 /// Whether this compilation's target has them. Elsewhere these functions are empty, and so is the kernel built on them.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-inline constexpr bool expert_async = true;
-#else
-inline constexpr bool expert_async = false;
-#endif
+inline constexpr bool expert_async = architecture::overlapping_launches;
 
 /// Lets the next kernel's blocks start as this one's leave room.
 __device__ __forceinline__ void expert_start_next() {
@@ -32,6 +30,51 @@ __device__ __forceinline__ unsigned expert_acquire(const unsigned* counter) {
   unsigned value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
   return value;
+}
+
+__device__ __forceinline__ unsigned expert_shared_address(const void* at) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(at));
+}
+// A barrier in shared memory, by its address: one thread prepares it, and says for each round how many bytes come; the
+// rounds' phases are 0, 1, 0...
+__device__ __forceinline__ void expert_prepare(unsigned barrier) {
+  if constexpr (expert_async)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ void expert_expect(unsigned barrier, unsigned bytes) {
+  if constexpr (expert_async)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void expert_await(unsigned barrier, unsigned phase) {
+  if constexpr (expert_async) {
+    unsigned done = 0;
+    while (done == 0)
+      asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                   : "=r"(done)
+                   : "r"(barrier), "r"(phase)
+                   : "memory");
+  }
+}
+/// Copies a multiple of 16 bytes, from and to such addresses.
+__device__ __forceinline__ void expert_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+  if constexpr (expert_async)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+__device__ __forceinline__ uint4 expert_shared_piece(unsigned at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ unsigned expert_shared_word(unsigned at) {
+  unsigned v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
 }
 
 }  // namespace k3::kernel

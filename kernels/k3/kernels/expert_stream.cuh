@@ -7,12 +7,13 @@
 // of the work list and 16 rows of weights (8 of w1 and the same 8 of w3; then 16 of w2) by all of K; a warp does a unit
 // alone, and the next one right behind it: while it multiplies a chunk of 512 columns, the next chunk, of this unit or
 // the next, is on its way into the same registers. Each block has an equal run of the units of either product, so that
-// its warps share rows of x in the L1 cache and say rarely, for many units at once, that they are done.
+// its warps share rows of x in the L1 cache and say rarely, for many units at once, that they are done. Few choices go
+// through expert_small.cuh, which has the kernel.
 namespace k3::kernel {
 
 inline constexpr unsigned stream_warps = 16, stream_threads = 32 * stream_warps;
 inline constexpr unsigned stream_steps = piece_columns / 128;  ///< of 128 columns in a chunk, which is a piece
-inline constexpr unsigned small_choices = 32;                  ///< so many are listed by the products' kernel itself
+inline constexpr unsigned small_choices = 32;                  ///< up to so many, expert_small.cuh does it
 inline constexpr unsigned stream_none = ~0u;
 
 struct ExpertStreamArguments {
@@ -133,6 +134,9 @@ struct StreamWorker {
     if (u.down && !all_done) all_done = __all_sync(full_warp, expert_acquire(a.done) == gate);
     u.ready = !u.down || all_done || is_ready(u);
   }
+  __device__ __forceinline__ unsigned chunks(const StreamUnit& u) const {
+    return (u.down ? a.hidden : a.width) / piece_columns;
+  }
   /// Of the lane's column of x: a row of x; beyond the item's, the last again.
   __device__ __forceinline__ unsigned place(const StreamUnit& u) const {
     return u.first + detail::smaller(lane / 4, u.count - 1);
@@ -176,7 +180,7 @@ struct StreamWorker {
 #pragma unroll
       for (float& s : chain) s = 0;
 #pragma unroll 1
-    for (unsigned chunk = 0, chunks = (u.down ? a.hidden : a.width) / piece_columns; chunk < chunks; ++chunk) {
+    for (unsigned chunk = 0, end = chunks(u); chunk < end; ++chunk) {
 #pragma unroll 1
       for (unsigned step = 0; step < stream_steps; ++step) {
         const uint4 low = load_streaming(u.low + step * 512), high = load_streaming(u.high + step * 512);
@@ -275,41 +279,6 @@ __device__ __forceinline__ void StreamWorker::run() {
     }
     if (!next.exists) return;
     unit = next;
-  }
-}
-
-/// Small: up to small_choices choices; no kernel before lists them. Dynamic shared memory: the rows, [rows, width].
-template <bool Small>
-__global__ void __launch_bounds__(stream_threads, 1) expert_stream(const __grid_constant__ ExpertStreamArguments a) {
-  if constexpr (expert_async) {
-    expert_wait_before();
-    expert_start_next();
-    if constexpr (Small) {
-      __shared__ ExpertItem items[small_choices];
-      __shared__ unsigned order[small_choices], count;
-      extern __shared__ uint4 small_rows[];
-      bf16* const rows = reinterpret_cast<bf16*>(small_rows);
-      if (threadIdx.x < 32) {
-        WorklistArguments list = a.list;
-        list.items = items, list.item_count = &count, list.order = order;
-        list.reports = blockIdx.x == 0;
-        build_small_worklist(list);
-      } else {
-        for (unsigned row = 0; row < a.list.rows; ++row) {
-          if (a.list.slots != nullptr && a.list.slots[row] < 0) continue;
-          stage_row(rows + row * a.width, a.latent + row * a.latent_stride, a.width, a.width, RowOrder::e2m1,
-                    threadIdx.x - 32, stream_threads - 32);
-        }
-      }
-      __syncthreads();
-      if (blockIdx.x == 0 && threadIdx.x < count) a.list.items[threadIdx.x] = items[threadIdx.x];
-      if (blockIdx.x == 0 && threadIdx.x == 0) *a.list.item_count = count;
-      const StreamWork work{items, order, rows, count};
-      StreamWorker(a, work).run();
-    } else {
-      const StreamWork work{a.list.items, a.list.order, a.x, *a.list.item_count};
-      StreamWorker(a, work).run();
-    }
   }
 }
 

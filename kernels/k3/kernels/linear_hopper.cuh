@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <k3/kernels/architecture.cuh>
 #include <k3/kernels/common.cuh>
 
 // The instructions of sm_90a that the dense products are built of: barriers in shared memory that count bytes, copies
@@ -9,11 +10,7 @@
 namespace k3::kernel::hopper {
 
 /// Whether this compilation's target has them.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-inline constexpr bool available = true;
-#else
-inline constexpr bool available = false;
-#endif
+inline constexpr bool available = architecture::warpgroup_products;
 
 using Barrier = unsigned long long;
 

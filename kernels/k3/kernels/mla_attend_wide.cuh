@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <cstddef>
+
 #include <k3/kernels/mla_wide_copies.cuh>
 
 // Absorbed attention of latents of 512 and keys of 576 on the tensor cores of sm_90a. A block takes N heads (96 or 48)
@@ -30,13 +32,20 @@ struct MlaWideBlock : MlaWideCopies<N> {
   float o[4]
          [N / 2];  // values: columns (half * 4 + c) * 64 + warp * 16 + lane / 4 (+ 8), heads 8 j + lane % 4 * 2 (+ 1)
 
+  // As matrix products name the block's memory, the queries of this half, and a piece.
+  const unsigned operands = wgmma_operand(uniform(shared_address(&memory)));
+  const unsigned query_operands =
+      operands + static_cast<unsigned>(offsetof(MlaWideShared<N>, q) / 16) + half * (own * 128 / 16);
+  __device__ __forceinline__ unsigned piece_operand(unsigned slot) const {
+    return operands + static_cast<unsigned>(offsetof(MlaWideShared<N>, pieces) / 16) + slot * (mla_piece_bytes / 16);
+  }
+
   __device__ __forceinline__ void wait_full(unsigned slot, unsigned parity) const {
     barrier_wait(&shared.full[slot], parity);
   }
   /// s += of 64 columns.
   __device__ __forceinline__ void add_scores(unsigned slot, unsigned column, bool add) {
-    const unsigned keys = wgmma_operand(shared_address(memory.pieces[slot])),
-                   queries = wgmma_operand(shared_address(memory.q[column]) + half * own * 128);
+    const unsigned keys = piece_operand(slot), queries = query_operands + column * (N * 128 / 16);
 #pragma unroll
     for (unsigned k = 0; k < 4; ++k) wgmma<0>(s, keys + 2 * k, queries + 2 * k, add || k > 0);
   }
@@ -160,11 +169,11 @@ struct MlaWideBlock : MlaWideCopies<N> {
   }
 
   __device__ __forceinline__ void add_values(bool first) {
-    const unsigned weights = wgmma_operand(shared_address(memory.weights));
+    const unsigned weights = operands + static_cast<unsigned>(offsetof(MlaWideShared<N>, weights) / 16);
     wgmma_fence();
 #pragma unroll
     for (unsigned c = 0; c < 4; ++c) {
-      const unsigned values = wgmma_operand(shared_address(memory.pieces[half * ring + at.slot(c)]));
+      const unsigned values = piece_operand(half * ring + at.slot(c));
 #pragma unroll
       for (unsigned k = 0; k < 4; ++k) wgmma<1>(o[c], values + 128 * k, weights + 2 * k, !first || k > 0);
       wgmma_commit();
@@ -248,7 +257,7 @@ struct MlaWideBlock : MlaWideCopies<N> {
 
   __device__ __forceinline__ void run() {
     const MlaSegment& g = shared.segment;
-    const unsigned first = __shfl_sync(full_warp, g.first, 0), count = __shfl_sync(full_warp, g.count, 0);
+    const unsigned first = uniform(g.first), count = uniform(g.count);
     load_first(first, count);
     check_pages(g);
     compute_first_scores(at);
@@ -268,6 +277,7 @@ struct MlaWideBlock : MlaWideCopies<N> {
         wgmma_wait<2>();
         replace(1, left);
         compute_first_scores(ahead);
+        if (half == 0) add_weights(i == 0);  // not when the other half does: one of them keeps the tensor cores busy
         wgmma_wait<2>();
         replace(2, left);
         wgmma_wait<1>();
@@ -281,7 +291,7 @@ struct MlaWideBlock : MlaWideCopies<N> {
         for (unsigned c = 0; c < 4; ++c) replace(c, left);
         if (lane == 0) barrier_arrive(&shared.weights_empty);
       }
-      add_weights(i == 0);
+      if (half == 1 || left == 1) add_weights(i == 0);
       wgmma_wait<0>();
       at = ahead;
       ++ordinal;
@@ -318,7 +328,7 @@ __device__ __forceinline__ void mla_wide_run(const MlaWideArguments& w, const CU
   while (true) {
     if (threadIdx.x < N) shared.control.max[threadIdx.x] = SoftmaxState<float>::no_max;
     __syncthreads();
-    if (shared.control.segment.count == 0) break;
+    if (uniform(shared.control.segment.count) == 0) break;
     block.run();
     __syncthreads();
     if (threadIdx.x == 0) runs.next();
@@ -355,6 +365,7 @@ static __global__ void __launch_bounds__(mla_wide_threads, 1)
 #pragma unroll
     for (unsigned i = 0; i < mla_wide_threads / 32; ++i) total += sums[i];
     __syncthreads();
+    total = uniform(total);
     if (w.a.heads <= 48 || total <= most)
       mla_wide_run<48>(w, &q_map, &kv_map, mla_wide_shared, row);
     else

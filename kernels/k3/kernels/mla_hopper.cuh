@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cuda.h>
+#include <k3/kernels/architecture.cuh>
 #include <k3/kernels/common.cuh>
 
 // The instructions of sm_90a that MLA's attention is built of: barriers in shared memory that count bytes, copies of
@@ -9,15 +10,15 @@
 namespace k3::kernel {
 
 /// Whether this compilation's target has them. Elsewhere the kernel that uses them is empty, see mla_hopper_mark.
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-inline constexpr bool mla_on_hopper = true;
-#else
-inline constexpr bool mla_on_hopper = false;
-#endif
+inline constexpr bool mla_on_hopper = architecture::warpgroup_products;
 
 /// Of a programmatic launch: returns when the kernel before is done, and lets the one behind start.
 __device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+/// What all threads of a warp hold alike, in a way that tells the compiler: what is computed from it stays in uniform
+/// registers, where products and copies want their operands' addresses.
+__device__ __forceinline__ unsigned uniform(unsigned x) { return __reduce_or_sync(full_warp, x); }
 
 using MlaBarrier = unsigned long long;
 

@@ -36,8 +36,7 @@ struct MlaWideCopies {
   const CUtensorMap *q_map, *kv_map;
   unsigned group;  // of N heads
   unsigned thread = threadIdx.x % 128, lane = thread % 32;
-  // Broadcast, so that the compiler sees that they, and the operands' addresses, are the same in a warp.
-  unsigned half = __shfl_sync(full_warp, threadIdx.x / 128, 0), warp = __shfl_sync(full_warp, thread / 32, 0);
+  unsigned half = uniform(threadIdx.x / 128), warp = uniform(thread / 32);
   MlaRing<ring> at{};                  // of the tile whose values are added
   unsigned later = (warp + ring) / 4;  // tiles from the one whose piece this warp replaces to that of the new one
   bool keys = half == 1 && warp == 3;  // this warp copies the keys' own part, too

@@ -70,7 +70,7 @@ __device__ __forceinline__ void leave_unrouted(const RouterArguments& a, size ro
 
 /// For up to 32 of up to 4096 experts. Every warp holds its share of the keys in registers and takes out its k largest,
 /// one by one; then one warp merges the eight sorted lists. 2 k steps of about 100 cycles, whatever the number of
-/// experts.
+/// experts. 16 of 896: 5.5 to 5.8 us for 1 to 128 rows; with cub::BlockRadixSort in its place 6.2 to 6.5 at its best.
 template <unsigned Items>
 __global__ void __launch_bounds__(router_threads) sigmoid_topk_tournament(const __grid_constant__ RouterArguments a) {
   __shared__ unsigned long long sorted[router_warps][router_most_chosen];
