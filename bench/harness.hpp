@@ -189,7 +189,7 @@ class Report {
     return result;
   }
 
-  void ceiling(int threads, double bytes_per_second) {
+  void print_ceiling(int threads, double bytes_per_second) const {
     std::printf("read ceiling, %d thread%s: %.1f GB/s\n", threads, threads == 1 ? "" : "s", bytes_per_second * 1e-9);
   }
 

@@ -92,7 +92,7 @@ int main(int argc, char** argv) {
   const k3::bench::RotatingPool pool(k3::size{512} << 20);
   for (const int threads : Report::thread_counts()) {
     const double ceiling = k3::bench::read_ceiling(pool, threads);
-    report.ceiling(threads, ceiling);
+    report.print_ceiling(threads, ceiling);
     for (const k3::Isa isa : Report::isas(threads, k3::Isa::plain)) {
       const Setting setting{{.threads = threads, .isa = isa}, ceiling};
       run<float>(report, "fp32", setting);

@@ -88,7 +88,7 @@ int main(int argc, char** argv) {
   bench::RotatingPool pool(size{512} << 20);
   for (const int threads : bench::Report::thread_counts()) {
     const double ceiling = bench::read_ceiling(pool, threads);
-    report.ceiling(threads, ceiling);
+    report.print_ceiling(threads, ceiling);
     for (const Isa isa : bench::Report::isas(threads, Isa::avx2)) {
       const Setting setting{host{.threads = threads, .isa = isa}, ceiling};
       for (const size batch : sizes{1, 4, 16}) {

@@ -211,7 +211,7 @@ def host_text(data):
         if row["threads"] not in line or row["us"] < line[row["threads"]]["us"]:
             line[row["threads"]] = row
     threads = sorted({row["threads"] for row in data["rows"]})
-    out = ["### The host", "", f"{data['cpu']}, {data['date'][:10]}. Plain read over 512 MB: {ceilings}. Each program measures it again, and "
+    out = ["### The host", "", f"{data['cpu']}, {data['date'][:10]}. Plain read over 512 MB: {ceilings}. Each program measures it for itself, and "
            "*% of read* is of its own; the largest stand here.", "",
            "![Threads](../bench/results/host_threads.svg)", "",
            "Microseconds of the fastest version that the processor has, by threads; rates are those with all threads.", "",

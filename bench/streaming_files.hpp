@@ -2,6 +2,7 @@
 #pragma once
 
 #include <fcntl.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>

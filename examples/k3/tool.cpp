@@ -150,7 +150,7 @@ void describe_memory(CLI::App& app, ExpertMemory& memory) {
   const auto given = [](const std::string& text) { return std::string(text.empty() ? "needs a number of bytes" : ""); };
   app.add_option("--host-memory", memory.host,
                  "read routed experts on demand into this much memory: bytes, such as 800M or 8G, or auto; without it "
-                 "the files are mapped, or, with --backend cuda, read through room for 8 experts")
+                 "the files are mapped, or, with --backend cuda, read through room for 6 experts")
       ->check(given, "");
   app.add_option("--gpu-memory", memory.gpu,
                  "with --backend cuda: memory for routed experts on the GPU, bytes or auto: what the rest leaves free "

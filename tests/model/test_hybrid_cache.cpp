@@ -76,6 +76,9 @@ TEST_CASE("HybridCache: bytes_needed is what the layers hold") {
   CHECK_THROWS_AS(needed(1, size{1} << 60), invalid_argument);
   CHECK_THROWS_AS(needed(~size{0}, 1), invalid_argument);
   CHECK_THROWS_AS(needed(size{1} << 40, size{1} << 30), invalid_argument);
+  KdaConfig wide = config.kda;
+  wide.heads = size{1} << 50, wide.head_dim = 128;  // 2^64 elements of state
+  CHECK_THROWS_AS(HybridCache<Fp32>::bytes_needed(model().graph, wide, config.mla, 1, 1), invalid_argument);
 }
 
 TEST_CASE("HybridCache: where there is not enough memory it says how much is needed") {

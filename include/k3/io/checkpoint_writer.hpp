@@ -30,7 +30,8 @@ struct RandomCheckpoint {
   std::string tokenizer_folder{};  ///< where tiktoken.model and tokenizer_config.json come from; empty: made up
 };
 
-/// Called while a checkpoint is written. Returning false ends the writing.
+/// Called while a checkpoint is written, with the bytes made so far; the last block of a file may still be on its way.
+/// Returning false ends the writing.
 using WriteProgress = std::function<bool(std::uint64_t bytes, std::uint64_t of)>;
 
 namespace detail {

@@ -61,14 +61,18 @@ class HybridCache {
   static std::uint64_t bytes_needed(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots,
                                     size capacity) {
     constexpr const char* operation = "HybridCache::bytes_needed";
+    if (graph.kda_count() > 0) check(kda, operation);
+    if (graph.mla_count() > 0) check(mla, operation);
     const auto times = [](size a, size b) { return detail::checked_product(operation, "the size", a, b); };
-    const size state =
-        kda_state_elements(kda) * sizeof(typename P::state) + kda_conv_elements(kda) * sizeof(typename P::activation);
-    const size latents = times(capacity, mla_cache_width(mla) * sizeof(typename P::activation));
-    const size states_all = times(times(graph.kda_count(), state), slots);
-    const size latents_all = times(times(graph.mla_count(), latents), slots);
-    detail::require(states_all <= ~size{0} - latents_all, operation, "the size", "too large", "a sum below 2^64");
-    return states_all + latents_all;
+    const auto plus = [](size a, size b) {
+      detail::require(a <= ~size{0} - b, operation, "the size", "too large", "a sum below 2^64");
+      return a + b;
+    };
+    const auto of_layers = [&](size count, size each) { return times(times(count, each), slots); };
+    const size state = plus(times(kda_state_elements(kda), sizeof(typename P::state)),
+                            times(kda_conv_elements(kda), sizeof(typename P::activation)));
+    const size latents = times(times(capacity, mla_cache_width(mla)), sizeof(typename P::activation));
+    return plus(of_layers(graph.kda_count(), state), of_layers(graph.mla_count(), latents));
   }
 
   size layers() const { return layers_.size(); }

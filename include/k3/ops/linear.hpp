@@ -188,8 +188,9 @@ concept dense_linear_weight = linear_weight<W> && !std::same_as<W, Mxfp4Matrix<>
 /// Throws invalid_argument on shapes that do not fit, an MXFP4 width that is no multiple of 32, out sharing memory.
 /// Accuracy in float, K <= 33792: |error| <= 5e-7 sum |x w| (measured 1.8e-7) and, with random signs, <= 1.5e-6 of the
 /// largest result (measured 4.1e-7); Isa::plain 3 times that.
-/// Cost: 2 B N K FLOPs; reads the weight once per 16 rows of x and expands MXFP4 once for 6 to 16, else once per 4: one
-/// row runs at the speed of memory.
+/// Cost: 2 B N K FLOPs; reads the weight once per 16 rows of x and expands MXFP4 once for 6 to 16, else once per 4 (for
+/// one row with AVX2 it looks codes up in a table of 8 KB, and the thread keeps a copy of the row). One row of BF16
+/// weights runs at the speed of memory, of MXFP4 at up to half of it.
 template <host_tensor<2> X, linear_weight Weight, writable_host_tensor<2> Out>
   requires(real<typename X::value_type> && real<typename Out::value_type>)
 void linear(const host& exec, const X& x, const Weight& weight, const Out& out) {

@@ -15,6 +15,8 @@
 // products, bit by bit: column k is added to sum k % 64, in order, then the same tree.
 namespace k3::detail {
 
+#if K3_X86_64
+
 /// Every code under every scale byte, [lower bytes of the 16 codes | upper bytes]: all these products are bf16 numbers.
 struct ScaledCodeTable {
   alignas(32) std::uint8_t value[256][32];
@@ -66,8 +68,6 @@ const float* reordered_row(const T* x, size columns) {
   }
   return memory.data();
 }
-
-#if K3_X86_64
 
 K3_TARGET_AVX2 inline __m256i load_halves(const std::uint8_t* first, const std::uint8_t* second) {
   const __m128i low = _mm_load_si128(reinterpret_cast<const __m128i*>(first));
