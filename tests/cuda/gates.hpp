@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <algorithm>
-#include <cmath>
-
 #include "cuda/decoder_device.hpp"
 #include "cuda/small_model.hpp"
+#include "support/differences.hpp"
 
 // What the acceptance gates on the device share.
 namespace k3::test {
@@ -44,12 +42,6 @@ inline std::unique_ptr<DeviceRunner> after(const Case& c, const std::vector<id>&
   auto runner = runner_for(c, ablation);
   feed(*runner, 0, tokens, 0, tokens.size(), true);
   return runner;
-}
-
-inline double largest_difference(const std::vector<float>& a, const std::vector<float>& b) {
-  double largest = 0;
-  for (size i = 0; i < a.size(); ++i) largest = std::max(largest, std::abs(static_cast<double>(a[i] - b[i])));
-  return largest;
 }
 
 }  // namespace k3::test

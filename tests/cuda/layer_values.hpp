@@ -9,6 +9,8 @@
 
 #include <k3/model/decoder_batch.hpp>
 
+#include "support/differences.hpp"
+
 namespace k3::test {
 
 /// Inner values of a pass, row-major, by name.
@@ -33,15 +35,6 @@ struct TokenRows {
   }
   DecoderBatch batch() const { return {view(tokens), view(slots), view(positions), view(wanted)}; }
 };
-
-inline double relative_l2(const std::vector<double>& got, const std::vector<double>& want) {
-  double difference = got.size() == want.size() ? 0.0 : HUGE_VAL, norm = 0;
-  for (size i = 0; i < got.size() && i < want.size(); ++i) {
-    difference += (got[i] - want[i]) * (got[i] - want[i]);
-    norm += want[i] * want[i];
-  }
-  return std::sqrt(difference / norm);
-}
 
 /// How likely tokens were, each after those before it.
 struct Likelihood {

@@ -12,6 +12,7 @@
 #include "cuda/moe_device.hpp"
 #include "support/catch.hpp"
 #include "support/compare.hpp"
+#include "support/differences.hpp"
 
 // Problems for the router and the routed experts, and their answers: the router's in double, the experts' by the host.
 namespace k3::test {
@@ -159,16 +160,6 @@ std::vector<typename P::activation> on_host(const MoeInputs<X>& in) {
       k3::host{}, in.g, k3::view(latent.data(), in.rows, width), k3::view(in.ids.data(), in.rows, size{in.g.top_k}),
       k3::view(weights.data(), in.rows, size{in.g.top_k}), experts, workspace, k3::view(out.data(), in.rows, width));
   return out;
-}
-
-template <class Got, class Want>
-double relative_l2(const Got& got, const Want& want) {
-  double error = 0, norm = 0;
-  for (size i = 0; i < want.size(); ++i) {
-    const double g = static_cast<double>(got[i]), w = static_cast<double>(want[i]);
-    error += (g - w) * (g - w), norm += w * w;
-  }
-  return norm > 0 ? std::sqrt(error / norm) : std::sqrt(error);
 }
 
 template <class X>

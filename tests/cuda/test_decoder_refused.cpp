@@ -4,6 +4,7 @@
 #include "cuda/decoder_device.hpp"
 #include "cuda/model_device.hpp"
 #include "cuda/small_model.hpp"
+#include "support/thrown_by.hpp"
 
 using namespace k3;
 using namespace k3::test;
@@ -72,17 +73,6 @@ std::vector<std::vector<unsigned char>> bytes_of(DeviceRunner& runner) {
   return all;
 }
 
-/// "operation/argument" of what the call is refused for.
-template <class Call>
-std::string refusal(Call&& call) {
-  try {
-    call();
-  } catch (const invalid_argument& problem) {
-    return problem.operation() + "/" + problem.argument();
-  }
-  return "accepted";
-}
-
 }  // namespace
 
 TEST_CASE("device decoder: bad ids, slots, positions and full caches are refused by name and change nothing") {
@@ -95,7 +85,7 @@ TEST_CASE("device decoder: bad ids, slots, positions and full caches are refused
       const std::vector<float> logits = runner->logits();
       for (const Refused& bad : refused_batches(vocab)) {
         INFO(bad.why << (half ? ", bf16" : ", float") << (graphs ? "" : ", uncaptured"));
-        CHECK(refusal([&] { runner->forward(bad.batch.view_of()); }) == "Decoder::forward/" + bad.argument);
+        CHECK(thrown_by([&] { runner->forward(bad.batch.view_of()); }) == "Decoder::forward/" + bad.argument);
         CHECK(left_behind().empty());
         for (size slot = 0; slot < slots; ++slot) CHECK(runner->slot_status(slot) == RowStatus::ok);
         // The pass before it still has its results.
@@ -110,7 +100,7 @@ TEST_CASE("device decoder: bad ids, slots, positions and full caches are refused
         const Batch one{{1}, {0}, {0}, {0}};
         runner->forward_into_cache(one.view_of(), capacity + 1);
       };
-      CHECK(refusal(longer) == "DeviceDecoder::forward/the cache's capacity");
+      CHECK(thrown_by(longer) == "DeviceDecoder::forward/the cache's capacity");
 
       // Both go on alike: a step of all sequences, which fills slot 1's cache, and one of those that have room.
       for (DeviceRunner* one : {runner.get(), untouched.get()}) {
@@ -122,7 +112,7 @@ TEST_CASE("device decoder: bad ids, slots, positions and full caches are refused
       check(same_bits(runner->logits(), untouched->logits()));
       CHECK((bytes_of(*runner) == bytes_of(*untouched)));
       const Batch full{{1}, {1}, {8}, {0}};
-      CHECK(refusal([&] { runner->forward(full.view_of()); }) == "Decoder::forward/positions[0]");
+      CHECK(thrown_by([&] { runner->forward(full.view_of()); }) == "Decoder::forward/positions[0]");
       CHECK(runner->position(1) == capacity);
       CHECK(runner->slot_status(1) == RowStatus::ok);
       // Reset, the full sequence begins again.
@@ -136,12 +126,12 @@ TEST_CASE("device decoder: rows and indices that are not there are refused, resu
   const Subject subject = subjects(0).front();
   auto runner = started(*subject.model, true, true);
   const std::vector<float> logits = runner->logits();
-  CHECK(refusal([&] { runner->logits_row(1); }) == "DeviceDecoder::logits_row/index");
-  CHECK(refusal([&] { runner->status(1); }) == "DeviceDecoder::status/index");
-  CHECK(refusal([&] { runner->argmax(~size{0}); }) == "DeviceDecoder::status/index");
-  CHECK(refusal([&] { runner->reset(slots); }) != "accepted");
-  CHECK(refusal([&] { runner->to_bytes(slots); }) != "accepted");
-  CHECK(refusal([&] { runner->from_bytes(slots, runner->to_bytes(0)); }) != "accepted");
+  CHECK(thrown_by([&] { runner->logits_row(1); }) == "DeviceDecoder::logits_row/index");
+  CHECK(thrown_by([&] { runner->status(1); }) == "DeviceDecoder::status/index");
+  CHECK(thrown_by([&] { runner->argmax(~size{0}); }) == "DeviceDecoder::status/index");
+  CHECK(thrown_by([&] { runner->reset(slots); }) != "nothing thrown");
+  CHECK(thrown_by([&] { runner->to_bytes(slots); }) != "nothing thrown");
+  CHECK(thrown_by([&] { runner->from_bytes(slots, runner->to_bytes(0)); }) != "nothing thrown");
   check(same_bits(runner->logits(), logits));
   CHECK(runner->position(0) == 3);
 }

@@ -5,23 +5,10 @@
 
 #include "cuda/kda_device.hpp"
 #include "cuda/kda_problem.hpp"
+#include "support/differences.hpp"
 
 using namespace k3;
 using namespace k3::test;
-
-namespace {
-
-template <class Got, class Want>
-double relative_l2(const Got& got, const Want& want) {
-  double difference = 0, norm = 0;
-  for (size i = 0; i < got.size(); ++i) {
-    const double g = static_cast<double>(got[i]), w = static_cast<double>(want[i]);
-    difference += (g - w) * (g - w), norm += w * w;
-  }
-  return std::sqrt(difference / norm);
-}
-
-}  // namespace
 
 TEST_CASE("cuda kda: the token step in float agrees with double", "[cuda][kda]") {
   for (const KdaConfig& g : kda_shapes()) {

@@ -4,6 +4,7 @@
 #include "cuda/device_test.hpp"
 #include "cuda/linear_device.hpp"
 #include "cuda/random_numbers.hpp"
+#include "support/differences.hpp"
 
 using namespace k3;
 using namespace k3::test;
@@ -44,16 +45,6 @@ std::vector<float> first_rows(const std::vector<float>& values, size from, size 
           values.begin() + static_cast<std::ptrdiff_t>((from + count) * columns)};
 }
 
-template <class Got, class Want>
-double relative_l2(const Got& got, const Want& want) {
-  double difference = 0, norm = 0;
-  for (size i = 0; i < want.size(); ++i) {
-    const double w = static_cast<double>(want[i]), d = static_cast<double>(got[i]) - w;
-    difference += d * d, norm += w * w;
-  }
-  return got.size() == want.size() ? std::sqrt(difference / (norm > 0 ? norm : 1)) : 1e9;
-}
-
 float rounded(float value, bool is_bf16) { return is_bf16 ? static_cast<float>(bf16(value)) : value; }
 
 struct Shape {
@@ -86,7 +77,7 @@ TEST_CASE("the device's product at released shapes agrees with the host's") {
     std::vector<bf16> host_out(s.tokens * s.rows);
     linear(host{}, view(x, s.tokens, s.columns), view(weight, s.rows, s.columns), view(host_out, s.tokens, s.rows));
     const auto got = device_linear(c, m);
-    CHECK(relative_l2(got, host_out) <= 1e-3);
+    CHECK(relative_l2(got, host_out, 1) <= 1e-3);
     check(compare(got, host_out, 1.0 / 128, 1e-4));  // one unit in the last place of bf16, at most
   }
 }
@@ -261,7 +252,7 @@ TEST_CASE("the device's gated MLP agrees with the host's") {
         return converted<double>(out);
       };
       if (bf16_x)
-        CHECK(relative_l2(got, host_mlp(Bf16{}, bf16(0.0f))) <= 5e-3);
+        CHECK(relative_l2(got, host_mlp(Bf16{}, bf16(0.0f)), 1) <= 5e-3);
       else
         check(compare(got, host_mlp(Fp64{}, 0.0), 5e-6, 0, true));
     }

@@ -4,6 +4,7 @@
 
 #include <k3/model/synthetic.hpp>
 
+#include "support/differences.hpp"
 #include "support/fixture.hpp"
 
 using namespace k3;
@@ -53,12 +54,6 @@ std::vector<id> greedy(const Case& c, const Ablation& ablation = {}) {
 /// Tokens that follow from a cache, the next one being `token`.
 std::vector<id> continued(Decoder<Fp32>& decoder, HybridCache<Fp32> cache, id token) {
   return greedy_decode(decoder, cache, 0, view(&token, 1), {8}).tokens;
-}
-
-double largest_difference(const std::vector<double>& a, const std::vector<double>& b) {
-  double largest = 0;
-  for (size i = 0; i < a.size(); ++i) largest = std::max(largest, std::abs(a[i] - b[i]));
-  return largest;
 }
 
 /// The logits of one more token after the cache's sequence.

@@ -8,6 +8,7 @@
 #include <k3/ops/mla_decode_token.hpp>
 
 #include "support/compare.hpp"
+#include "support/differences.hpp"
 
 namespace k3::test {
 
@@ -146,15 +147,6 @@ struct ShuffledKv {
     return {k3::view(data, slots * blocks + 3, page_size, width), k3::view(table.data(), slots, blocks), page_size};
   }
 };
-
-inline double relative_l2(const std::vector<double>& got, const std::vector<double>& want) {
-  double difference = 0, norm = 0;
-  for (size i = 0; i < want.size(); ++i) {
-    difference += (got[i] - want[i]) * (got[i] - want[i]);
-    norm += want[i] * want[i];
-  }
-  return std::sqrt(difference / norm);
-}
 
 /// heads, nope, rope, v, kv_lora.
 inline MlaConfig mla_geometry_of(size heads, size nope, size rope, size v, size rank, bool gate = true) {

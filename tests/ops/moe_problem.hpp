@@ -8,8 +8,8 @@
 #include <k3/geometry/presets.hpp>
 #include <k3/ops/latent_moe_forward.hpp>
 
-#include "ops/thrown_by.hpp"
 #include "support/compare.hpp"
+#include "support/thrown_by.hpp"
 
 namespace k3::test {
 

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <numeric>
 
-#include "ops/thrown_by.hpp"
 #include "support/compare.hpp"
 #include "support/ops_fixture.hpp"
+#include "support/thrown_by.hpp"
 
 using namespace k3;
 using namespace k3::test;
