@@ -89,15 +89,4 @@ void run_on_stream(int replays, Work&& work, Before&& before) {
   stream.wait();
 }
 
-/// "operation/argument" of what `work` throws, empty where it does not.
-template <class Work>
-std::string refused_argument(Work&& work) {
-  try {
-    work();
-  } catch (const invalid_argument& e) {
-    return e.operation() + "/" + e.argument();
-  }
-  return "";
-}
-
 }  // namespace k3::test

@@ -8,6 +8,7 @@
 
 #include "cuda/graph.cuh"
 #include "cuda/kda_device.hpp"
+#include "support/thrown_by.hpp"
 
 namespace k3::test {
 namespace {
@@ -251,16 +252,10 @@ std::string kda_device_state_fault() {
     for (bf16 v : back.conv)
       if (v.bits != 0) return "a window that was reset, or never used, is not zero";
   }
-  try {
-    device.reset(3, stream);
-    return "slot 3 of 3 accepted";
-  } catch (const invalid_argument&) {
-  }
-  try {
-    device.upload(0, KdaState<float, bf16>(KdaConfig{3, 24, 3}, 1), 0, stream);
+  if (thrown_by([&] { device.reset(3, stream); }) != "KdaDeviceState/slot") return "slot 3 of 3 accepted";
+  const KdaState<float, bf16> other(KdaConfig{3, 24, 3}, 1);
+  if (thrown_by([&] { device.upload(0, other, 0, stream); }) != "KdaDeviceState/the host state's geometry")
     return "a state of other sizes accepted";
-  } catch (const invalid_argument&) {
-  }
   return "";
 }
 
@@ -303,15 +298,37 @@ std::string kda_refused_argument(const std::string& wrong) {
   const auto flat = [](const auto& m) { return device_view(static_cast<const float*>(m.data), m.extents[1]); };
   using Any = AnyMatrix<MemorySpace::device>;
   Any taps_k = wrong == "f64" ? Any(device_view(reinterpret_cast<double*>(k.data), width, size{4})) : Any(k);
-  try {
+  const float eps = wrong == "norm_eps"             ? -1e-5f
+                    : wrong == "norm_eps, NaN"      ? std::numeric_limits<float>::quiet_NaN()
+                    : wrong == "norm_eps, infinity" ? std::numeric_limits<float>::infinity()
+                                                    : 1e-5f;
+  return thrown_by([&] {
     kda_decode_fused(gpu{}, g, x, KdaConvWeights{Any(q), taps_k, Any(v)}, z, flat(a_log), flat(dt_bias), beta, gate,
-                     flat(o_norm), 1e-5f, device_view(slots.data(), wrong == "slots" ? rows + 1 : rows), memory, out,
+                     flat(o_norm), eps, device_view(slots.data(), wrong == "slots" ? rows + 1 : rows), memory, out,
                      words);
     detail::check_cuda("test", "cudaDeviceSynchronize", cudaDeviceSynchronize());
-  } catch (const invalid_argument& e) {
-    return e.argument();
-  }
-  return "accepted";
+  });
+}
+
+std::string kda_launch_refused(const std::string& wrong) {
+  const KdaConfig g{2, 4, 4};
+  const size width = 8;
+  std::vector<float> x(2 * 24), taps(8 * 4), decay(2 * 8), beta(2 * 2), result(2 * 8);
+  const std::vector<id> slots{0, wrong == "slots" ? 2 : 1};
+  KdaState<float, float> state(g, 2);
+  const auto rows = [&](const char* name, std::vector<float>& values, size count, size columns) {
+    auto matrix = view(values.data(), count, wrong == name ? columns - 1 : columns);
+    if (wrong == std::string("no ") + name) matrix.data = nullptr;
+    return matrix;
+  };
+  const auto q = rows("conv.q", taps, width, 4), k = rows("conv.k", taps, width, 4), v = rows("conv.v", taps, width, 4);
+  const auto in = rows("x_qkv", x, 2, 24), log_decay = rows("log_decay", decay, 2, width),
+             logits = rows("beta", beta, 2, 2);
+  auto out = rows("out", result, 2, width);
+  if (wrong == "out over x_qkv") out.data = in.data + 3;
+  return thrown_by([&] {
+    launch_k3_kda_decode_token(gpu{}, g, in, KdaConvWeights{q, k, v}, log_decay, logits, view(slots), state, out);
+  });
 }
 
 }  // namespace k3::test

@@ -52,7 +52,9 @@ KdaDeviceOutputs<float, X> kda_launched(const KdaDeviceInputs<X>& in, bool resid
 /// Sends random states through a KdaDeviceState; empty, or what did not come back as it should.
 std::string kda_device_state_fault();
 
-/// The argument for which a call that is wrong in one way (see the .cu) is refused; "accepted" where it is not.
+/// thrown_by a call that is wrong in one way (see the .cu).
 std::string kda_refused_argument(const std::string& wrong);
+/// The same of launch_k3_kda_decode_token.
+std::string kda_launch_refused(const std::string& wrong);
 
 }  // namespace k3::test

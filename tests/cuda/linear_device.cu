@@ -7,6 +7,7 @@
 #include <k3/cuda/dense_mlp.cuh>
 
 #include "cuda/device_rows.cuh"
+#include "support/thrown_by.hpp"
 
 namespace k3::test {
 namespace {
@@ -150,38 +151,44 @@ std::vector<std::string> device_linear_refusals() {
   part_in_stream.part = m(34, 2, 3);
   snapshot_in_other.other = m(40, 2, 3), snapshot_in_other.snapshot = m(43, 2, 3);
   const GluConfig no_cap{GluConfig::Kind::situ, 0.0f, 25.0f};
-  return {refused_argument([&] { linear(exec, m(0, 2, 4), m(8, 3, 5), m(32, 2, 3)); }),
-          refused_argument([&] { linear(exec, m(0, 2, 4), m(8, 3, 4), m(32, 3, 3)); }),
-          refused_argument([&] { linear(exec, m(0, 2, 4), device_view(doubles.data(), 3, 4), m(32, 2, 3)); }),
-          refused_argument([&] { linear(exec, m(0, 2, 4), m(8, 3, 4), m(1, 2, 3)); }),
-          refused_argument([&] { linear(exec, m(0, 2, 4), AnyMatrix<MemorySpace::device>{}, m(32, 2, 3)); }),
-          refused_argument([&] { linear_add(exec, m(0, 2, 4), m(8, 3, 4), m(32, 2, 3), narrow); }),
-          refused_argument([&] { gated_projection(no_cap, m(8, 3, 4), m(20, 3, 4), m(32, 2, 3)); }),
-          refused_argument([&] {
+  return {thrown_by([&] { linear(exec, m(0, 2, 4), m(8, 3, 5), m(32, 2, 3)); }),
+          thrown_by([&] { linear(exec, m(0, 2, 4), m(8, 3, 4), m(32, 3, 3)); }),
+          thrown_by([&] { linear(exec, m(0, 2, 4), device_view(doubles.data(), 3, 4), m(32, 2, 3)); }),
+          thrown_by([&] { linear(exec, m(0, 2, 4), m(8, 3, 4), m(1, 2, 3)); }),
+          thrown_by([&] { linear(exec, m(0, 2, 4), AnyMatrix<MemorySpace::device>{}, m(32, 2, 3)); }),
+          thrown_by([&] { linear_add(exec, m(0, 2, 4), m(8, 3, 4), m(32, 2, 3), narrow); }),
+          thrown_by([&] { gated_projection(no_cap, m(8, 3, 4), m(20, 3, 4), m(32, 2, 3)); }), thrown_by([&] {
             dense_mlp(exec, GluConfig{}, m(0, 2, 4), m(8, 2, 4), m(16, 2, 4), m(24, 4, 2), workspace, m(32, 2, 4));
           }),
-          refused_argument([&] {
+          thrown_by([&] {
             dense_mlp(exec, GluConfig{}, m(0, 1, 4), m(8, 2, 4), m(16, 2, 4), m(24, 4, 3), workspace, m(40, 1, 4));
           }),
           // What is written shares memory with something else.
-          refused_argument([&] { linear(exec, m(0, 2, 4), m(8, 3, 4), m(19, 2, 3)); }), refused_argument([&] {
+          thrown_by([&] { linear(exec, m(0, 2, 4), m(8, 3, 4), m(19, 2, 3)); }), thrown_by([&] {
             projections(exec, m(0, 2, 4), {projection(m(8, 3, 4), m(32, 2, 3)), projection(m(20, 3, 4), m(37, 2, 3))});
           }),
-          refused_argument([&] {
+          thrown_by([&] {
             projections(exec, m(0, 2, 4), {projection(m(8, 3, 4), m(31, 2, 3)), projection(m(20, 3, 4), m(40, 2, 3))});
           }),
-          refused_argument([&] { linear_add(exec, m(0, 2, 4), m(8, 3, 4), m(7, 2, 3)); }),
-          refused_argument([&] { linear_add(exec, m(0, 2, 4), m(8, 3, 4), m(32, 2, 3), part_in_stream); }),
-          refused_argument([&] { linear_add(exec, m(0, 2, 4), m(8, 3, 4), m(32, 2, 3), snapshot_in_other); }),
-          refused_argument([&] {
+          thrown_by([&] { linear_add(exec, m(0, 2, 4), m(8, 3, 4), m(7, 2, 3)); }),
+          thrown_by([&] { linear_add(exec, m(0, 2, 4), m(8, 3, 4), m(32, 2, 3), part_in_stream); }),
+          thrown_by([&] { linear_add(exec, m(0, 2, 4), m(8, 3, 4), m(32, 2, 3), snapshot_in_other); }), thrown_by([&] {
             dense_mlp(exec, GluConfig{}, m(0, 1, 4), m(8, 2, 4), m(16, 2, 4), m(24, 4, 2), workspace, m(2, 1, 4));
           }),
-          refused_argument([&] {
+          thrown_by([&] {
             dense_mlp(exec, GluConfig{}, m(0, 1, 4), m(8, 2, 4), m(16, 2, 4), m(24, 4, 2), workspace, m(31, 1, 4));
           }),
-          refused_argument([&] {
+          thrown_by([&] {
             dense_mlp_add(exec, GluConfig{}, m(0, 1, 4), m(8, 2, 4), m(16, 2, 4), m(24, 3, 2), workspace, m(36, 1, 3),
                           LinearAddOptions<bf16>{false, {}, m(36, 1, 3), {}});
+          }),
+          thrown_by([&] {
+            dense_mlp_add(exec, GluConfig{}, m(0, 1, 4), m(8, 2, 4), m(16, 2, 4), m(24, 3, 2), workspace, m(36, 1, 3),
+                          LinearAddOptions<bf16>{false, {}, m(13, 1, 3), {}});
+          }),
+          thrown_by([&] {
+            dense_mlp_add(exec, GluConfig{}, m(0, 1, 4), m(8, 2, 4), m(16, 2, 4), m(24, 3, 2), workspace, m(36, 1, 3),
+                          LinearAddOptions<bf16>{false, {}, {}, m(1, 1, 3)});
           })};
 }
 

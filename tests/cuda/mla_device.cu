@@ -5,6 +5,7 @@
 #include <k3/geometry/presets.hpp>
 
 #include "cuda/device_rows.cuh"
+#include "support/thrown_by.hpp"
 
 namespace k3::test {
 namespace {
@@ -243,10 +244,14 @@ std::string mla_device_kv_faults() {
   if (kv.length(0) != 7) return "length";
   kv.reset(0);
   if (kv.length(0) != 0) return "reset";
-  if (refused_argument([&] { kv.upload(2, rows.data(), 1, stream); }).empty()) return "a slot too far";
-  if (refused_argument([&] { kv.upload(0, rows.data(), 13, stream); }).empty()) return "rows too many";
-  if (refused_argument([&] { kv.set_block_table({5, 1, 3, 0, 4, 6}, stream); }).empty()) return "a page too far";
-  if (refused_argument([&] { MlaDeviceKv<bf16>(g, 0, 1); }).empty()) return "no slots";
+  const auto refused = [](const char* argument, auto&& work) {
+    return thrown_by(work) == std::string("MlaDeviceKv/") + argument;
+  };
+  if (!refused("slot", [&] { kv.upload(2, rows.data(), 1, stream); })) return "a slot too far";
+  if (!refused("length", [&] { kv.upload(0, rows.data(), 13, stream); })) return "rows too many";
+  if (!refused("a page", [&] { kv.set_block_table({5, 1, 3, 0, 4, 6}, stream); })) return "a page too far";
+  if (!refused("the block table's length", [&] { kv.set_block_table({0}, stream); })) return "a table too short";
+  if (!refused("slots", [&] { MlaDeviceKv<bf16>(g, 0, 1); })) return "no slots";
   return "";
 }
 
@@ -307,7 +312,7 @@ std::string mla_refused_argument(const std::string& wrong) {
   if (wrong == "status over slots") slots = device_view(reinterpret_cast<id*>(status.data), 2);
   if (wrong == "status over out") status = device_view(reinterpret_cast<unsigned*>(out.data), 2);
   if (wrong == "status") status = status.slice(0, 0, 1);
-  return refused_argument([&] {
+  return thrown_by([&] {
     mla_decode_token(gpu{}, g, q, kv_a, norm, kv_b, gate, slots, positions, kv, workspace, out, status);
     detail::check_cuda("mla_refused_argument", "cudaDeviceSynchronize", cudaDeviceSynchronize());
   });
@@ -322,8 +327,11 @@ std::string mla_refused_overlap(const std::string& part) {
   const AnyVector<MemorySpace::device> norm(c.at(c.norm, 6));
   const DeviceView<const bf16, 3> q_latent = c.workspace.q_latent(2);
   const DeviceBuffer<float> means(2 * 2 * 6);
-  return refused_argument([&] {
-    if (part == "append") {
+  return thrown_by([&] {
+    if (part == "append, status") {
+      auto* const words = reinterpret_cast<unsigned*>(c.kv_a.view().data);
+      mla_append(gpu{}, g, c.kv_a.view(), norm, 1e-6f, slots, positions, c.kv(), device_view(words, 2));
+    } else if (part == "append") {
       mla_append(gpu{}, g, c.kv_a.view(), norm, 1e-6f, slots, positions,
                  MlaKvView<bf16, MemorySpace::device>{device_view(c.norm.data(), 2, 4, 8), c.kv().block_table, 4});
     } else if (part == "absorb") {
@@ -336,6 +344,30 @@ std::string mla_refused_overlap(const std::string& part) {
       mla_expand_values(gpu{}, g, DeviceView<const float, 3>(means.view(2, 2, 6)), kv_b,
                         device_view(c.kv_b.data() + 16, 2, 8));
     }
+  });
+}
+
+std::string mla_launch_refused(const std::string& wrong) {
+  MlaDeviceInputs in = small_inputs();
+  const auto rows = [&](const char* name, std::vector<float>& values, size count, size columns) {
+    auto matrix = view(values.data(), count, wrong == name ? columns - 1 : columns);
+    if (wrong == std::string("no ") + name) matrix.data = nullptr;
+    return matrix;
+  };
+  const auto q = rows("q", in.q, 2, 12), kv_a = rows("kv_a", in.kv_a, 2, 8), kv_b = rows("kv_b", in.kv_b, 16, 6),
+             gate = rows("gate", in.gate, 2, 8);
+  auto norm = view(in.norm);
+  if (wrong == "kv_a_layernorm") norm.extents[0] = 5;
+  if (wrong == "no kv_a_layernorm") norm.data = nullptr;
+  std::vector<float> result(2 * 8);
+  auto out = rows("out", result, 2, 8);
+  if (wrong == "out over kv_b") out.data = in.kv_b.data() + 5;
+  if (wrong == "positions") in.position[1] = 4;
+  if (wrong == "positions that do not follow") in.slot = {0, 0}, in.position = {1, 3};
+  if (wrong == "slots") in.slot[1] = 2;
+  MlaKv<float> kv(in.g, 2, 4);
+  return thrown_by([&] {
+    launch_k3_mla_decode_token(gpu{}, in.g, q, kv_a, norm, kv_b, gate, view(in.slot), view(in.position), kv, out);
   });
 }
 

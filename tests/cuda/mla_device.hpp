@@ -70,12 +70,14 @@ std::vector<float> mla_in_far_slot(const MlaDeviceInputs& in, size slots, size s
 /// Moves random rows through an MlaDeviceKv<bf16> of shuffled pages; empty, or what went wrong.
 std::string mla_device_kv_faults();
 
-/// "operation/argument" of what a call with one wrong argument is refused for, by name of the case; empty where it is
-/// accepted.
+/// thrown_by a call with one wrong argument, by name of the case.
 std::string mla_refused_argument(const std::string& wrong);
 
 /// The same for a part ("append", "absorb", "attend", "expand") whose output lies over one of its inputs.
 std::string mla_refused_overlap(const std::string& part);
+
+/// thrown_by launch_k3_mla_decode_token with one wrong argument.
+std::string mla_launch_refused(const std::string& wrong);
 
 /// Whether a geometry without fields gives the bits of its run-time twin.
 bool mla_static_geometry_agrees();

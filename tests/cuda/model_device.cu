@@ -15,12 +15,33 @@ std::string refuse_too_large(const K3CpuModel& model, size& needed) {
   return "";
 }
 
-size free_bytes() {
-  size_t free = 0, total = 0;
-  detail::check_cuda("test", "synchronise", cudaDeviceSynchronize());
-  detail::check_cuda("test", "cudaMemGetInfo", cudaMemGetInfo(&free, &total));
-  return free;
+std::string refuse_too_large_experts(const K3CpuModel& model, size& needed) {
+  needed = K3DeviceModel::plan_experts(model);
+  K3DeviceModel moved(WithoutExperts{}, model);
+  try {
+    moved.place_experts(needed);
+  } catch (const cuda_error& problem) {
+    return moved.complete() ? "complete all the same" : problem.what();
+  }
+  return "";
 }
+
+namespace {
+
+struct Memory {
+  size_t free = 0, total = 0;
+};
+Memory device_memory() {
+  Memory memory;
+  detail::check_cuda("test", "synchronise", cudaDeviceSynchronize());
+  detail::check_cuda("test", "cudaMemGetInfo", cudaMemGetInfo(&memory.free, &memory.total));
+  return memory;
+}
+
+}  // namespace
+
+size free_bytes() { return device_memory().free; }
+size total_bytes() { return device_memory().total; }
 
 std::string refuse_cache(const K3CpuModel& model, size slots, size capacity, size& lost) {
   const size before = free_bytes();
@@ -101,12 +122,22 @@ std::string fault_of_moved_model(const K3CpuModel& model) {
   size done = 0, reports = 0;
   bool backwards = false;
   const size planned = K3DeviceModel::plan(model);
-  const K3DeviceModel moved(model, [&](size so_far, size all) {
+  // What has been read, so that no more can have arrived, and the most that was said beyond it.
+  std::atomic<size> read_bytes{0};
+  size ahead = 0;
+  const auto read = [&](const void* from, size bytes, std::byte* to) {
+    CopyWeights{}(from, bytes, to);
+    read_bytes += bytes;
+  };
+  const auto progress = [&](size so_far, size all) {
     backwards = backwards || so_far < done || all != planned;
+    if (so_far > read_bytes) ahead = std::max(ahead, so_far - read_bytes);
     done = so_far, ++reports;
-  });
+  };
+  const K3DeviceModel moved(model, progress, read);
   if (backwards || done != planned || reports < model.graph.layers.size() || moved.bytes() != planned)
     return "the plan or its progress";
+  if (ahead > planned - read_bytes) return "progress that is ahead of the reads";  // but for what fills up addresses
   DecoderWeights here = model.weights;
   auto& there = const_cast<DeviceDecoderWeights&>(moved.weights());
   std::string fault =

@@ -12,6 +12,9 @@ namespace k3::test {
 /// The error text of a model that needs more memory than there is; the plan's bytes in `needed`.
 std::string refuse_too_large(const K3CpuModel& model, size& needed);
 
+/// The error text of routed experts that need more memory than there is, placed behind the rest of the model.
+std::string refuse_too_large_experts(const K3CpuModel& model, size& needed);
+
 /// The error text of a cache that needs more memory than there is, and the bytes that are not free again afterwards.
 std::string refuse_cache(const K3CpuModel& model, size slots, size capacity, size& lost);
 
@@ -19,6 +22,7 @@ std::string refuse_cache(const K3CpuModel& model, size slots, size capacity, siz
 std::string fault_of_moved_model(const K3CpuModel& model);
 
 size free_bytes();
+size total_bytes();
 
 /// Page-locked memory, for StreamingOptions::allocate.
 std::shared_ptr<std::byte> pinned(size bytes);

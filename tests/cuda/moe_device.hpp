@@ -77,7 +77,7 @@ struct RepackedExpert {
 };
 RepackedExpert repack_on_device(const LatentMoeConfig& g, const ExpertBytes& expert, size misaligned = 0);
 
-/// The argument that a call with one wrong argument is refused for, by name of the case; "accepted" where it is not.
+/// thrown_by a call with one wrong argument, by name of the case.
 std::string moe_refused_argument(const std::string& wrong);
 
 }  // namespace k3::test

@@ -8,6 +8,7 @@
 #include <k3/cuda/sigmoid_topk.cuh>
 
 #include "cuda/device_rows.cuh"
+#include "support/thrown_by.hpp"
 
 namespace k3::test {
 namespace {
@@ -132,33 +133,133 @@ EmbedResult device_embed(const RowCall& call, const std::vector<id>& ids, size v
                           : embed_typed<float, float>(call, ids, vocab, hidden, table);
 }
 
-std::vector<std::string> device_row_refusals() {
-  DeviceBuffer<float> memory(64);
-  DeviceBuffer<double> doubles(64);
-  DeviceBuffer<id> ids(8);
-  DeviceArgmaxWorkspace workspace(1);
+namespace {
+
+/// Calls with one wrong argument each.
+struct Refusals {
+  const DeviceBuffer<float> memory{64};
+  const DeviceBuffer<double> doubles{64};
+  const DeviceBuffer<id> ids{8};
+  const DeviceBuffer<unsigned> words{8};
+  DeviceArgmaxWorkspace workspace{1};
   const gpu exec{};
-  const auto m = [&](size first, size rows, size columns) { return device_view(memory.data() + first, rows, columns); };
-  const auto v = [&](size count) { return device_view(memory.data(), count); };
-  const auto s = device_view(memory.data(), 2, 2, 4);
-  return {refused_argument([&] { rms_norm(exec, m(0, 2, 4), v(5), 1e-5f, m(8, 2, 4)); }),
-          refused_argument([&] { rms_norm(exec, m(0, 2, 4), v(4), 1e-5f, m(8, 2, 5)); }),
-          refused_argument([&] { rms_norm(exec, m(0, 2, 4), device_view(doubles.data(), 4), 1e-5f, m(8, 2, 4)); }),
-          refused_argument(
-              [&] { embed_tokens(exec, ids.view(2), AnyMatrix<MemorySpace::device>(m(0, 5, 4)), m(32, 2, 3)); }),
-          refused_argument([&] { argmax(exec, m(0, 2, 4), workspace, ids.view(2)); }),
-          refused_argument([&] { argmax(exec, m(0, 1, 0), workspace, ids.view(1)); }),
-          refused_argument([&] { argmax(exec, m(0, 1, 4), workspace, ids.view(2)); }),
-          refused_argument([&] { attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), 1e-5f, v(3), 1e-5f, m(32, 2, 4)); }),
-          refused_argument([&] { attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), -1.0f, v(4), 1e-5f, m(32, 2, 4)); }),
-          refused_argument(
-              [&] { attnres_norm(exec, s, m(16, 2, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 2, 4), {2.0f, {}, {}}); }),
-          refused_argument([&] { attnres_norm(exec, s, m(16, 1, 4), v(4), v(4), 1e-5f, v(4), 1e-5f, m(32, 1, 4)); }),
-          refused_argument([&] {
-            attnres_norm(exec, device_view(memory.data(), 2, 2, 0), m(16, 2, 0), v(0), v(0), 1e-5f, v(0), 1e-5f,
-                         m(32, 2, 0));
-          }),
-          refused_argument([&] { sigmoid_topk(exec, m(0, 2, 0), v(0), 1, true, 1.0f, ids.view(2, 1), m(16, 2, 1)); })};
+  const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
+  const DeviceView<float, 2> none{nullptr, {2, 4}, {4, 1}};
+  std::vector<std::string> found;
+
+  template <class Work>
+  void add(Work&& work) {
+    found.push_back(thrown_by(work));
+  }
+  DeviceView<float, 2> m(size first, size rows, size columns) const {
+    return device_view(memory.data() + first, rows, columns);
+  }
+  DeviceView<float, 1> v(size count) const { return device_view(memory.data(), count); }
+  DeviceView<const id, 1> slots(size rows) const { return ids.view(8).slice(0, 4, rows); }
+
+  void of_norms() {
+    const auto norm = [&](const auto& weight, float eps, const auto& out) {
+      add([&] { rms_norm(exec, m(0, 2, 4), weight, eps, out); });
+    };
+    norm(v(5), 1e-5f, m(8, 2, 4));
+    norm(v(4), 1e-5f, m(8, 2, 5));
+    norm(device_view(doubles.data(), 4), 1e-5f, m(8, 2, 4));
+    norm(AnyVector<MemorySpace::device>{}, 1e-5f, m(8, 2, 4));
+    for (const float eps : {-1e-5f, nan, infinity}) norm(v(4), eps, m(8, 2, 4));
+    norm(v(4), 1e-5f, none);
+    add([&] { rms_norm(exec, none, v(4), 1e-5f, m(8, 2, 4)); });
+  }
+
+  void of_embeddings() {
+    using Table = AnyMatrix<MemorySpace::device>;
+    const auto embed = [&](const Table& table, const auto& out, size slot_rows, size status_rows) {
+      add([&] { embed_tokens(exec, ids.view(2), table, out, slots(slot_rows), words.view(status_rows)); });
+    };
+    const auto codes = reinterpret_cast<const unsigned char*>(memory.data());
+    const Mxfp4Matrix<MemorySpace::device> packed{device_view(codes, 2, 16), device_view(codes + 32, 2, 1)};
+    embed(m(0, 5, 4), m(32, 2, 3), 2, 2);
+    embed({}, m(32, 2, 4), 2, 2);
+    embed(packed, m(0, 2, 32), 2, 2);
+    embed(device_view(doubles.data(), 5, 4), m(32, 2, 4), 2, 2);
+    embed(m(0, 5, 4), m(32, 3, 4), 2, 2);
+    embed(m(0, 5, 4), m(32, 2, 4), 3, 2);
+    embed(m(0, 5, 4), m(32, 2, 4), 2, 3);
+  }
+
+  void of_choices() {
+    const auto choose = [&](const auto& logits, size rows, size status_rows) {
+      add([&] { argmax(exec, logits, workspace, ids.view(rows), words.view(status_rows)); });
+    };
+    choose(m(0, 2, 4), 2, 2);
+    choose(m(0, 1, 0), 1, 1);
+    choose(m(0, 1, 4), 2, 1);
+    choose(m(0, 1, 4), 1, 2);
+    choose(none, 2, 2);
+  }
+
+  struct Mix {
+    size snapshots = 2, rows = 2, res_norm = 4, res_proj = 4, norm = 4, out = 4, mixed = 4, probs = 3;
+    float res_eps = 1e-5f, norm_eps = 1e-5f, mix = 1.0f;
+  };
+  void mix(const Mix& c) {
+    add([&] {
+      const AttnResNormOptions options{c.mix, m(40, 2, c.mixed), m(48, 2, c.probs)};
+      attnres_norm(exec, device_view(memory.data(), c.snapshots, size{2}, size{4}), m(16, c.rows, 4), v(c.res_norm),
+                   v(c.res_proj), c.res_eps, v(c.norm), c.norm_eps, m(32, c.rows, c.out), options);
+    });
+  }
+  void of_mixtures() {
+    mix({.res_norm = 5});
+    mix({.res_proj = 3});
+    mix({.norm = 3});
+    for (const float eps : {-1.0f, nan, infinity}) mix({.res_eps = eps}), mix({.norm_eps = eps});
+    for (const float part : {2.0f, -0.5f, nan}) mix({.mix = part});
+    mix({.rows = 1});
+    mix({.out = 3});
+    mix({.mixed = 3});
+    mix({.probs = 2});
+    mix({.snapshots = 256});
+    add([&] {
+      attnres_norm(exec, device_view(memory.data(), 2, 2, 0), m(16, 2, 0), v(0), v(0), 1e-5f, v(0), 1e-5f, m(32, 2, 0));
+    });
+  }
+
+  struct Route {
+    size experts = 4, bias = 4, k = 2, ids = 2, weights = 2, slots = 2, status = 2;
+    float scale = 1.0f;
+  };
+  void route(const Route& c) {
+    add([&] {
+      sigmoid_topk(exec, m(0, 2, c.experts), device_view(memory.data() + 8, c.bias), c.k, true, c.scale,
+                   ids.view(2, c.ids), m(16, 2, c.weights), slots(c.slots), words.view(c.status));
+    });
+  }
+  void of_routings() {
+    route({.experts = 0});
+    route({.bias = 5});
+    route({.k = 0});
+    route({.k = 5});
+    for (const float scale : {infinity, -infinity, nan}) route({.scale = scale});
+    route({.ids = 1});
+    route({.weights = 3});
+    route({.slots = 3});
+    route({.status = 1});
+    add([&] {
+      sigmoid_topk(exec, m(0, 2, 4), device_view(doubles.data(), 4), 2, true, 1.0f, ids.view(2, 2), m(16, 2, 2));
+    });
+  }
+};
+
+}  // namespace
+
+std::vector<std::string> device_row_refusals() {
+  Refusals refusals;
+  refusals.of_norms();
+  refusals.of_embeddings();
+  refusals.of_choices();
+  refusals.of_mixtures();
+  refusals.of_routings();
+  return refusals.found;
 }
 
 std::vector<size> device_empty_launches() {

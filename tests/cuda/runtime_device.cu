@@ -85,8 +85,17 @@ std::vector<std::string> faults_of_capture() {
   Bench& bench = bench_of_all();
   return bench.each([&](const EveryOperation::Call& call) {
     bench.run_alone(call);
-    if (bench.nodes_of([&] { call.run(gpu{bench.stream}, bench.all.rows()); }) == 0)
-      bench.fault(call, "nothing on the stream");
+    const std::vector<float> want = call.result();
+    const auto run = [&] { call.run(gpu{bench.stream}, bench.all.rows()); };
+    const size nodes = bench.nodes_of(run);
+    const bool parts = call.name == "dense_mlp" || call.name == "dense_mlp_add" || call.name == "mix_routed_experts" ||
+                       call.name == "launch_k3_latent_moe_experts" || call.name == "mla_attend" ||
+                       call.name == "mla_decode_token";
+    if (nodes == 0 || (nodes > 1 && !parts)) bench.fault(call, std::to_string(nodes) + " kernels");
+    bench.all.spoil();
+    if (same(call.result(), want)) bench.fault(call, "the result is still there");
+    replay(bench.stream, 3, run, [&] { bench.all.restore(bench.stream); });
+    if (!same(call.result(), want)) bench.fault(call, "another result of a replayed graph");
   });
 }
 
@@ -194,6 +203,46 @@ struct Sequences {
 };
 
 }  // namespace
+
+std::vector<std::string> faults_of_pass_nodes(const K3CpuModel& model) {
+  std::vector<std::string> faults;
+  const auto expect = [&](size got, size want, const char* what) {
+    if (got != want) faults.push_back(std::to_string(got) + " " + what + ", not " + std::to_string(want));
+  };
+  Sequences direct(model), held(model);
+  const std::vector<id> tokens{3,
+                               14};  // the logits of one of two rows: a pass that the decoder does not capture itself
+  direct.take(0, tokens, true);
+  const cudaGraph_t graph = captured(held.stream, [&] { held.take(0, tokens, true); });
+  size_t count = 0;
+  detail::check_cuda("test", "nodes", cudaGraphGetNodes(graph, nullptr, &count));
+  std::vector<cudaGraphNode_t> nodes(count);
+  detail::check_cuda("test", "nodes", cudaGraphGetNodes(graph, nodes.data(), &count));
+  size kernels = 0, in = 0, out = 0, cleared = 0;
+  for (const cudaGraphNode_t node : nodes) {
+    cudaGraphNodeType type{};
+    detail::check_cuda("test", "type", cudaGraphNodeGetType(node, &type));
+    cudaMemcpy3DParms copy{};
+    if (type == cudaGraphNodeTypeMemcpy) detail::check_cuda("test", "copy", cudaGraphMemcpyNodeGetParams(node, &copy));
+    kernels += type == cudaGraphNodeTypeKernel;
+    cleared += type == cudaGraphNodeTypeMemset;
+    in += type == cudaGraphNodeTypeMemcpy && copy.kind == cudaMemcpyHostToDevice;
+    out += type == cudaGraphNodeTypeMemcpy && copy.kind == cudaMemcpyDeviceToHost;
+  }
+  expect(in, 3, "copies to the device");           // ids, slots, positions
+  expect(out, 3, "copies from the device");        // what became of the rows, and of the logits; the arg-max
+  expect(cleared, 2, "pieces of memory cleared");  // the words of both
+  expect(kernels, count - 8, "kernels");
+  if (kernels < 5 * model.graph.layers.size()) faults.push_back("only " + std::to_string(kernels) + " kernels");
+  cudaGraphExec_t exec = nullptr;
+  detail::check_cuda("test", "instantiate", cudaGraphInstantiate(&exec, graph, 0));
+  detail::check_cuda("test", "launch", cudaGraphLaunch(exec, held.stream));
+  if (!same(held.decoder.logits(), direct.decoder.logits())) faults.push_back("other logits");
+  if (held.bytes(0) != direct.bytes(0)) faults.push_back("another cache");
+  detail::check_cuda("test", "destroy", cudaGraphExecDestroy(exec));
+  detail::check_cuda("test", "destroy", cudaGraphDestroy(graph));
+  return faults;
+}
 
 std::vector<std::string> faults_of_broken_pass(const K3CpuModel& model, bool step) {
   std::vector<std::string> faults;

@@ -19,7 +19,8 @@ std::vector<std::string> faults_of_empty_calls();
 /// captured: results that are not those of a call alone; with `timed`, calls that waited.
 std::vector<std::string> faults_of_order(bool timed);
 
-/// Calls in a capture: what they cannot do there, calls that put nothing on the stream.
+/// Calls in a capture: what they cannot do there, calls that put nothing on the stream, or several kernels where one is
+/// promised, and replays whose result is not that of a direct call.
 std::vector<std::string> faults_of_capture();
 
 /// Calls in a capture that something else then breaks off with an exception: an error that is not that one, errors left
@@ -29,6 +30,10 @@ std::vector<std::string> faults_of_abandoned_captures();
 /// Calls on a stream whose capture has become invalid: other errors than CUDA's for that, errors left behind for the
 /// next call, and a next call that fails.
 std::vector<std::string> faults_of_errors();
+
+/// What a decoder's pass puts on its stream besides kernels: more than ids, slots and positions going to the device and
+/// arg-max and status words coming back.
+std::vector<std::string> faults_of_pass_nodes(const K3CpuModel& model);
 
 /// A decoder's pass in which an operation of the last layer throws, a `step` that is being captured or a pass that is
 /// launched directly: an error that is not the first one, a stream that is not free again, sequences that are not

@@ -199,7 +199,7 @@ TEST_CASE("device decoder: another cache takes the place of one that is gone") {
   }
 }
 
-TEST_CASE("device model: what does not fit is refused with what is needed, before anything is moved") {
+TEST_CASE("device model: what does not fit is refused with what is needed and there, before anything is moved") {
   K3CpuModel huge = synthetic_tiny();
   // A vocabulary of 2^31 rows is only claimed: nothing of it is read.
   huge.config.vocab_size = (size{1} << 31) - 1;
@@ -214,5 +214,36 @@ TEST_CASE("device model: what does not fit is refused with what is needed, befor
   const std::string refusal = refuse_too_large(huge, needed);
   INFO(refusal);
   CHECK(needed > size{150} << 30);
-  CHECK(refusal.find(std::to_string(needed)) != std::string::npos);
+  CHECK(refusal.find("need " + std::to_string(needed) + " bytes") != std::string::npos);
+  CHECK(refusal.find(" of " + std::to_string(total_bytes()) + " are free") != std::string::npos);
+  CHECK(left_behind().empty());
+}
+
+namespace {
+
+/// Experts that only say how large they are.
+struct LargeExperts final : ExpertSource {
+  std::shared_ptr<const ExpertSource> inner;
+  explicit LargeExperts(std::shared_ptr<const ExpertSource> i) : inner(std::move(i)) {}
+  k3::size size() const override { return inner->size(); }
+  ExpertWeights operator[](k3::size expert) const override {
+    ExpertWeights claimed = (*inner)[expert];
+    claimed.w1.extents[0] = k3::size{1} << 40;
+    return claimed;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("device model: experts that do not fit behind the rest are refused with what is needed and there") {
+  K3CpuModel model = small_only() ? make_small_model() : synthetic_small();
+  for (LayerWeights& layer : model.weights.layers)
+    if (layer.experts) layer.experts = std::make_shared<LargeExperts>(layer.experts);
+  size needed = 0;
+  const std::string refusal = refuse_too_large_experts(model, needed);
+  INFO(refusal);
+  CHECK(needed > size{1} << 40);
+  CHECK(refusal.find("need " + std::to_string(needed) + " bytes, ") != std::string::npos);
+  CHECK(refusal.find(" are free") != std::string::npos);
+  CHECK(left_behind().empty());
 }

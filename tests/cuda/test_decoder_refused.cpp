@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Batches that a device decoder cannot take: refused by name before anything changes, and the decoder goes on.
 
+#include <limits>
+
 #include "cuda/decoder_device.hpp"
 #include "cuda/model_device.hpp"
 #include "cuda/small_model.hpp"
@@ -120,6 +122,33 @@ TEST_CASE("device decoder: bad ids, slots, positions and full caches are refused
       feed(*runner, 1, {3, 1}, 0, 2, true);
       CHECK(runner->status(0) == RowStatus::ok);
     }
+}
+
+TEST_CASE("device decoder: sizes and ablations that cannot be are refused by name when it is made") {
+  const Subject subject = subjects(0).front();
+  const auto refused = [&](auto&& change) {
+    RunnerOptions options;
+    change(options);
+    return thrown_by([&] { make_device_runner(*subject.model, options); });
+  };
+  const auto refused_fault = [&](auto&& change) {
+    return refused([&](RunnerOptions& options) { change(options.ablation); });
+  };
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  CHECK(refused([](RunnerOptions& o) { o.max_rows = 0; }) == "DeviceDecoder/max_rows");
+  CHECK(refused([](RunnerOptions& o) { o.max_rows = size{1} << 31; }) == "DeviceDecoder/max_rows");
+  CHECK(refused([](RunnerOptions& o) { o.max_logit_rows = 0; }) == "DeviceDecoder/max_logit_rows");
+  CHECK(refused([](RunnerOptions& o) { o.max_logit_rows = o.max_rows + 1; }) == "DeviceDecoder/max_logit_rows");
+  CHECK(refused([](RunnerOptions& o) { o.slots = 0; }) == "HybridCache/slots");
+  CHECK(refused([](RunnerOptions& o) { o.capacity = 0; }) == "MlaDeviceWorkspace/capacity");
+  for (const float mix : {-0.5f, 1.5f, nan})
+    CHECK(refused_fault([&](Ablation& a) { a.attnres_mix = mix; }) == "DeviceDecoder/ablation.attnres_mix");
+  CHECK(refused_fault([&](Ablation& a) { a.force_expert = subject.model->config.moe.n_routed; }) ==
+        "DeviceDecoder/ablation.force_expert");
+  CHECK(refused_fault([&](Ablation& a) { a.skip_layer = subject.model->graph.layers.size(); }) ==
+        "DeviceDecoder/ablation.skip_layer");
+  CHECK(refused_fault([](Ablation& a) { a.o_proj_tp = 2; }) == "DeviceDecoder/ablation.o_proj_tp");
+  CHECK(left_behind().empty());
 }
 
 TEST_CASE("device decoder: rows and indices that are not there are refused, results stay") {

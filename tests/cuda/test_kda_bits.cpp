@@ -207,8 +207,7 @@ TEST_CASE("cuda kda: padding and bad slots give zeros and touch nothing; NaN sta
 TEST_CASE("cuda kda: device states come back byte for byte", "[cuda][kda]") { CHECK(kda_device_state_fault() == ""); }
 
 TEST_CASE("cuda kda: wrong arguments are refused by name", "[cuda][kda]") {
-  const std::vector<std::pair<std::string, std::string>> cases = {{"nothing", "accepted"},
-                                                                  {"head_dim", "geometry.head_dim"},
+  const std::vector<std::pair<std::string, std::string>> cases = {{"head_dim", "geometry.head_dim"},
                                                                   {"conv_kernel", "geometry.conv_kernel"},
                                                                   {"bound", "geometry.gate_lower_bound"},
                                                                   {"x_qkv", "x_qkv"},
@@ -222,6 +221,9 @@ TEST_CASE("cuda kda: wrong arguments are refused by name", "[cuda][kda]") {
                                                                   {"A_log", "A_log"},
                                                                   {"dt_bias", "dt_bias"},
                                                                   {"o_norm", "o_norm"},
+                                                                  {"norm_eps", "norm_eps"},
+                                                                  {"norm_eps, NaN", "norm_eps"},
+                                                                  {"norm_eps, infinity", "norm_eps"},
                                                                   {"slots", "slots"},
                                                                   {"status", "status"},
                                                                   {"out", "out"},
@@ -241,6 +243,15 @@ TEST_CASE("cuda kda: wrong arguments are refused by name", "[cuda][kda]") {
                                                                   {"status over state", "status"}};
   for (const auto& [wrong, argument] : cases) {
     INFO(wrong);
-    CHECK(kda_refused_argument(wrong) == argument);
+    CHECK(kda_refused_argument(wrong) == "kda_decode_fused/" + argument);
   }
+  CHECK(kda_refused_argument("nothing") == "nothing thrown");
+  for (const char* name : {"x_qkv", "conv.q", "conv.k", "conv.v", "log_decay", "beta", "out"})
+    for (const char* how : {"", "no "}) {
+      INFO(how << name);
+      CHECK(kda_launch_refused(std::string(how) + name) == std::string("launch_k3_kda_decode_token/") + name);
+    }
+  CHECK(kda_launch_refused("slots") == "launch_k3_kda_decode_token/slots[1]");
+  CHECK(kda_launch_refused("out over x_qkv") == "launch_k3_kda_decode_token/out");
+  CHECK(kda_launch_refused("nothing") == "nothing thrown");
 }

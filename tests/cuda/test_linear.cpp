@@ -120,8 +120,9 @@ TEST_CASE("a row of the device's product has the same bits in any batch, alone a
 }
 
 TEST_CASE("a row of the device's product has the same bits however the rows of the weight are shared out") {
-  // Many rows: blocks that go through theirs in several passes and do not split K; then few of them, alone.
-  const std::vector<Shape> many{{128, 30000, 72}, {128, 8333, 1032}};
+  // Many rows: blocks that go through theirs in several passes, of one or three steps, and do not split K; then few of
+  // them, alone.
+  const std::vector<Shape> many{{128, 30000, 136}, {128, 8333, 1032}, {128, 160000, 40}};
   for (const Shape s : small_only() ? std::vector<Shape>{{128, 240, 72}} : many) {
     CAPTURE(s.rows, s.columns);
     const ProductMatrix m = make_matrix(s.rows, s.columns, true, false);
@@ -258,6 +259,65 @@ TEST_CASE("the device's gated MLP agrees with the host's") {
     }
 }
 
+TEST_CASE("device cases 40, 41, 42: the caps keep 1e-37, saturate, and let NaN through") {
+  const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
+  const std::vector<float> gates = {3, 3, 1000, 0, 3, 3, -3, 3, 3, 3, 3, inf, -1000, -inf, nan, 1e-37f, -1e-37f, 3},
+                           ups = {50,  1,    1000, 50, 1e-37f, -1e-37f, 1e-37f, 2000, -2000,
+                                  inf, -inf, 50,   50, 50,     50,      50,     50,   nan};
+  const size rows = gates.size();
+  // Widths that tensor cores cannot read, of one piece and of several.
+  for (const size columns : {size{1}, size{72}, size{1056}})
+    for (const bool bf16_x : {true, false})
+      for (const size tokens : {size{1}, size{33}}) {
+        CAPTURE(columns, bf16_x, tokens);
+        // The first column of the weights, for every token.
+        ProductCase c = make_case(tokens, columns, bf16_x);
+        ProductMatrix m = make_matrix(rows, columns, true, bf16_x, true);
+        std::vector<double> g(rows), u(rows), want(rows), all;
+        for (size r = 0; r < rows; ++r)
+          for (size k = 0; k < columns; ++k) {
+            m.weight[r * columns + k] = k == 0 ? rounded(gates[r], true) : 0.0f;
+            m.up[r * columns + k] = k == 0 ? rounded(ups[r], true) : 0.0f;
+          }
+        for (size i = 0; i < c.x.size(); ++i) c.x[i] = i % columns == 0 ? 1.0f : 0.0f;
+        for (size r = 0; r < rows; ++r)
+          g[r] = static_cast<double>(m.weight[r * columns]), u[r] = static_cast<double>(m.up[r * columns]);
+        situ_glu_vec(host{}, m.glu, view(g, 1, rows), view(u, 1, rows), view(want, 1, rows));
+        check(compare(std::vector<double>(want.begin(), want.begin() + 4),
+                      std::vector<double>{58.3262193, 2.4188159, 100, 0}, 1e-7));
+        for (size t = 0; t < tokens; ++t) all.insert(all.end(), want.begin(), want.end());
+        check(compare(device_projections(c, {m})[0], all, bf16_x ? 1.0 / 200 : 1e-5, 1e-39));
+      }
+}
+
+TEST_CASE("device case 74: pointers off by an element and gaps between rows change no bit of fused products") {
+  for (const size columns : {size{96}, size{1056}})
+    for (const bool bf16_x : {true, false}) {
+      ProductCase c = make_case(9, columns, bf16_x);
+      const ProductMatrix gated = make_matrix(40, columns, true, bf16_x, true), down = make_matrix(columns, 40),
+                          last = make_matrix(19, columns, true, bf16_x);
+      const auto stream = numbers(9 * 19, 3, bf16_x), other = numbers(9 * 19, 4, bf16_x);
+      const auto products = device_projections(c, {gated, last});
+      const AddResult added = device_linear_add(c, last, stream, other, false);
+      const auto mlp = device_dense_mlp(c, gated, down);
+      struct Place {
+        size shift, gap;
+        int replays;
+      };
+      for (const Place p : {Place{1, 0, 0}, Place{0, 1, 0}, Place{3, 5, 0}, Place{8, 8, 0}, Place{0, 0, 3}}) {
+        CAPTURE(columns, bf16_x, p.shift, p.gap, p.replays);
+        c.shift = p.shift, c.gap = p.gap, c.replays = p.replays;
+        const auto moved = device_projections(c, {gated, last});
+        for (size i = 0; i < 2; ++i) check(same_bits(moved[i], products[i]));
+        const AddResult again = device_linear_add(c, last, stream, other, false);
+        check(same_bits(again.stream, added.stream));
+        check(same_bits(again.part, added.part));
+        check(same_bits(again.snapshot, stream));
+        check(same_bits(device_dense_mlp(c, gated, down), mlp));
+      }
+    }
+}
+
 TEST_CASE("NaN and infinity stay in their row of the device's product") {
   for (const size columns : {size{72}, size{1048}})
     for (const size tokens : {size{3}, size{20}}) {
@@ -303,6 +363,6 @@ TEST_CASE("the device's products refuse what does not fit") {
       "linear/weight",       "linear_add/other",  "gated_projection/beta", "dense_mlp/workspace.max_rows",
       "dense_mlp/down_proj", "linear/out",        "projections/out",       "projections/out",
       "linear_add/stream",   "linear_add/part",   "linear_add/snapshot",   "dense_mlp/out",
-      "dense_mlp/out",       "dense_mlp/part"};
+      "dense_mlp/out",       "dense_mlp/part",    "dense_mlp/part",        "dense_mlp/snapshot"};
   CHECK(device_linear_refusals() == want);
 }

@@ -273,27 +273,79 @@ TEMPLATE_TEST_CASE("Every E2M1 code with every E8M0 scale is exact on the device
     }
 }
 
+TEMPLATE_TEST_CASE("device cases 40, 41, 42: an expert's activation at known points", "[cuda][moe]", float, bf16) {
+  // Gates and ups are the first columns of w1 and w3, w2 is the identity: out is what the activation gives.
+  const std::vector<float> gates{3, 3, 1000, 0, 3, -3, 3, 3, -1000, 1e-37f},
+      ups{50, 1, 1000, 50, 2000, 2000, -2000, 1e-37f, 50, 50};
+  const size width = 32;
+  std::vector<double> g(width), u(width), want(width);
+  for (size i = 0; i < gates.size(); ++i)
+    g[i] = static_cast<double>(static_cast<float>(bf16(gates[i]))),
+    u[i] = static_cast<double>(static_cast<float>(bf16(ups[i])));
+  situ_glu_vec(host{}, GluConfig{}, view(g, 1, width), view(u, 1, width), view(want, 1, width));
+  for (const ElementType type : {ElementType::f32, ElementType::bf16}) {
+    MoeInputs<TestType> in;
+    in.g = geometry(width, width, 1, 1), in.rows = 1, in.type = type;
+    in.experts.resize(1);
+    const auto fill = [&](size m, auto&& value) {
+      for (size i = 0; i < width * width; ++i) {
+        const bf16 rounded(static_cast<float>(value(i / width, i % width)));
+        const float whole(rounded);
+        const auto* from = reinterpret_cast<const unsigned char*>(&whole);
+        // The upper half of a float is the bf16.
+        in.experts[0].data[m].insert(in.experts[0].data[m].end(), from + (type == ElementType::bf16 ? 2 : 0), from + 4);
+      }
+    };
+    fill(0, [&](size row, size column) { return column == 0 ? g[row] : 0; });
+    fill(1, [&](size row, size column) { return column == 0 ? u[row] : 0; });
+    fill(2, [](size row, size column) { return row == column ? 1.0 : 0.0; });
+    in.latent.assign(width, TestType(0.0f));
+    in.latent[0] = TestType(1.0f);
+    in.ids = {0}, in.weights = {1};
+    INFO("type " << static_cast<int>(type));
+    check(compare(mix_experts_on_device(in).out, want, std::is_same_v<TestType, float> ? 1e-5 : 1.0 / 200, 1e-39));
+  }
+}
+
 TEST_CASE("The device's router and experts refuse what does not fit", "[cuda][moe]") {
-  CHECK(moe_refused_argument("router.bias") == "bias");
-  CHECK(moe_refused_argument("router.k") == "k");
-  CHECK(moe_refused_argument("router.scale") == "scale");
-  CHECK(moe_refused_argument("router.ids") == "ids");
-  CHECK(moe_refused_argument("router.weights") == "weights");
-  CHECK(moe_refused_argument("router.slots") == "slots");
-  CHECK(moe_refused_argument("table.shape") == "experts[0].w1");
-  CHECK(moe_refused_argument("table.count") == "experts.size()");
-  CHECK(moe_refused_argument("table.type") == "experts[2].w2");
-  CHECK(moe_refused_argument("table.half") == "experts[1].w3");
-  CHECK(moe_refused_argument("caps") == "beta");
-  CHECK(moe_refused_argument("geometry") == "workspace");
-  CHECK(moe_refused_argument("workspace") == "workspace.max_rows");
-  for (const char* name : {"latent", "ids", "weights", "out", "slots", "status"})
-    CHECK(moe_refused_argument(name) == name);
-  CHECK(moe_refused_argument("launch") == "table");
-  CHECK(moe_refused_argument("entry.layout") == "layout");
-  CHECK(moe_refused_argument("entry.table") == "table");
-  CHECK(moe_refused_argument("entry.expert") == "expert");
-  for (const char* name : {"entry.shape", "entry.aligned", "entry.half"})
-    CHECK(moe_refused_argument(name) == "weights");
-  CHECK(moe_refused_argument("entry") == "accepted");
+  const std::vector<std::pair<std::string, std::string>> cases = {
+      {"router.bias", "sigmoid_topk/bias"},
+      {"router.k", "sigmoid_topk/k"},
+      {"router.scale", "sigmoid_topk/scale"},
+      {"router.ids", "sigmoid_topk/ids"},
+      {"router.weights", "sigmoid_topk/weights"},
+      {"router.slots", "sigmoid_topk/slots"},
+      {"table.shape", "ExpertTable/experts[0].w1"},
+      {"table.count", "ExpertTable/experts.size()"},
+      {"table.type", "ExpertTable/experts[2].w2"},
+      {"table.half", "ExpertTable/experts[1].w3"},
+      {"caps", "mix_routed_experts/beta"},
+      {"geometry", "mix_routed_experts/workspace"},
+      {"workspace", "mix_routed_experts/workspace.max_rows"},
+      {"latent", "mix_routed_experts/latent"},
+      {"ids", "mix_routed_experts/ids"},
+      {"weights", "mix_routed_experts/weights"},
+      {"out", "mix_routed_experts/out"},
+      {"slots", "mix_routed_experts/slots"},
+      {"status", "mix_routed_experts/status"},
+      {"out over latent", "mix_routed_experts/out"},
+      {"out over ids", "mix_routed_experts/out"},
+      {"out over weights", "mix_routed_experts/out"},
+      {"out over slots", "mix_routed_experts/out"},
+      {"status over latent", "mix_routed_experts/status"},
+      {"status over ids", "mix_routed_experts/status"},
+      {"status over weights", "mix_routed_experts/status"},
+      {"status over slots", "mix_routed_experts/status"},
+      {"launch", "launch_k3_latent_moe_experts/table"},
+      {"entry.layout", "ExpertTable/layout"},
+      {"entry.table", "ExpertTable::set/table"},
+      {"entry.expert", "ExpertTable::set/expert"},
+      {"entry.shape", "ExpertTable::set/weights"},
+      {"entry.aligned", "ExpertTable::set/weights"},
+      {"entry.half", "ExpertTable::set/weights"},
+      {"entry", "nothing thrown"}};
+  for (const auto& [wrong, argument] : cases) {
+    INFO(wrong);
+    CHECK(moe_refused_argument(wrong) == argument);
+  }
 }

@@ -5,6 +5,24 @@
 using namespace k3;
 using namespace k3::test;
 
+namespace {
+
+/// Code `number` of the 16 in two packed words.
+unsigned code_of_two_words(const unsigned char* at, size number) {
+  const auto word = [&](size i) {
+    return unsigned{at[i]} | unsigned{at[i + 1]} << 8 | unsigned{at[i + 2]} << 16 | unsigned{at[i + 3]} << 24;
+  };
+  const auto turned = [](unsigned w, unsigned bits) { return w << bits | w >> (32 - bits); };
+  const unsigned x = word(0), y = word(4), z = turned(y, 6);
+  const unsigned mixed = (x >> 8 & 0xff) | (z & 0xff) << 8 | x >> 24 << 16 | (z >> 16 & 0xff) << 24;
+  // each with the pair of codes i and i + 4 of the first word, then of the second, where bf16 has them
+  const unsigned pairs[8] = {x << 2, x << 6, turned(x, 12), x ^ z, y, y << 4, turned(y, 10), mixed};
+  const unsigned half = pairs[number / 8 * 4 + number % 4] >> number % 8 / 4 * 16;
+  return (half >> 12 & 8) | (half >> 6 & 7);
+}
+
+}  // namespace
+
 TEST_CASE("Repacking experts is lossless and puts every bit where the layout says", "[cuda][moe]") {
   const LatentMoeConfig g = geometry(512, 1024, 1, 1);
   ExpertBytes expert = random_experts(g, ElementType::mxfp4, 61)[0];
@@ -15,22 +33,13 @@ TEST_CASE("Repacking experts is lossless and puts every bit where the layout say
   for (size m = 0; m < 3; ++m) {
     CHECK(got.restored.data[m] == expert.data[m]);
     CHECK(got.restored.scale[m] == expert.scale[m]);
-    // bits of a pair's two codes in a packed word: signs, then the others from the highest
-    const unsigned places[4][2][4] = {{{15, 8, 7, 6}, {31, 24, 23, 22}},
-                                      {{11, 4, 3, 2}, {27, 20, 19, 18}},
-                                      {{5, 30, 29, 28}, {21, 14, 13, 12}},
-                                      {{9, 10, 1, 0}, {25, 26, 17, 16}}};
     const size columns = m == 2 ? 1024 : 512, rows = m == 2 ? 512 : 1024;
     size wrong = 0;
     for (size row = 0; row < rows; ++row)
       for (size k = 0; k < columns; ++k) {
         const size piece = row / 8 * (columns / 512) + k / 512, lane = row % 8 * 4 + k / 32 % 4, step = k / 128 % 4;
-        const unsigned char* const at = &got.packed.data[m][piece * 2048 + step * 512 + lane * 16 + k % 32 / 8 * 4];
-        const unsigned word = at[0] | at[1] << 8 | at[2] << 16 | static_cast<unsigned>(at[3]) << 24;
-        const unsigned(&place)[4] = places[k % 4][k % 8 / 4];
-        unsigned code = 0;
-        for (unsigned bit : place) code = code << 1 | (word >> bit & 1);
-        wrong += code != (expert.data[m][(row * columns + k) / 2] >> k % 2 * 4 & 15u);
+        const unsigned char* const at = &got.packed.data[m][piece * 2048 + step * 512 + lane * 16 + k % 32 / 16 * 8];
+        wrong += code_of_two_words(at, k % 16) != (expert.data[m][(row * columns + k) / 2] >> k % 2 * 4 & 15u);
         wrong += got.packed.scale[m][piece * 128 + lane * 4 + step] != expert.scale[m][(row * columns + k) / 32];
       }
     CHECK(wrong == 0);

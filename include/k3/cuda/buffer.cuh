@@ -9,6 +9,29 @@
 
 namespace k3 {
 
+namespace detail {
+
+/// Device memory in bytes.
+struct DeviceMemory {
+  size free = 0, total = 0;
+};
+inline DeviceMemory device_memory(const char* operation) {
+  DeviceMemory memory;
+  check_cuda(operation, "cudaMemGetInfo", cudaMemGetInfo(&memory.free, &memory.total));
+  return memory;
+}
+
+/// Throws cuda_error where not that much is free: "`what` N bytes, F of T are free".
+inline void require_free(const char* operation, const std::string& what, size bytes) {
+  const DeviceMemory memory = device_memory(operation);
+  if (bytes > memory.free)
+    throw cuda_error(operation, "the memory plan", static_cast<int>(cudaErrorMemoryAllocation),
+                     what + " " + std::to_string(bytes) + " bytes, " + std::to_string(memory.free) + " of " +
+                         std::to_string(memory.total) + " are free");
+}
+
+}  // namespace detail
+
 /// Owns device memory for `count` elements, zero unless said otherwise. Moves, does not copy. Allocation and release
 /// wait for the device: for set-up, never on the decode path. Throws cuda_error where there is no memory, naming the
 /// size.

@@ -84,6 +84,11 @@ void dense_mlp_add(const gpu& exec, const GluConfig& glu, const X& x, const AnyM
                    const LinearAddOptions<typename Stream::value_type>& options = {}) {
   const auto activated = detail::check_dense_mlp(glu, x, gate_proj, up_proj, down_proj, workspace, "stream", stream);
   const kernel::LinearAdd add = detail::linear_addition("dense_mlp", activated, down_proj, stream, options);
+  const auto require_apart = [&](const char* name, const auto& written) {
+    detail::require_disjoint("dense_mlp", name, written, "x", x, "gate_proj", gate_proj, "up_proj", up_proj);
+  };
+  require_apart("part", options.part);
+  require_apart("snapshot", options.snapshot);
   const Projection gated = gated_projection(glu, gate_proj, up_proj, activated), last = projection(down_proj, stream);
   detail::run_projections(exec, "dense_mlp", detail::read_only(x), &gated, 1);
   detail::run_projections(exec, "dense_mlp", detail::read_only(activated), &last, 1, &add);

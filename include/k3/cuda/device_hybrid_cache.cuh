@@ -29,7 +29,8 @@ class DeviceHybridCache {
   using HostKda = KdaState<typename P::state, typename P::activation>;
   using HostMla = MlaKv<typename P::activation>;
 
-  /// Throws invalid_argument as HybridCache does, cuda_error where the memory is not there.
+  /// Throws invalid_argument as HybridCache does, cuda_error with what is needed and what is free where the memory is
+  /// not there; nothing is allocated then.
   DeviceHybridCache(cudaStream_t stream, const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots,
                     size capacity, const Environment& switches = environment())
       : stream_(stream),
@@ -38,6 +39,10 @@ class DeviceHybridCache {
         sequences_(slots),
         identity_(next_identity()) {
     detail::require(capacity > 0, "DeviceHybridCache", "capacity", capacity, "at least 1 position");
+    detail::require_free(
+        "DeviceHybridCache",
+        std::to_string(slots) + " sequence(s) of up to " + std::to_string(capacity) + " positions need",
+        bytes_needed(graph, kda, mla, slots, capacity, switches));
     layers_.reserve(graph.layers.size());
     for (const K3LayerSpec& layer : graph.layers) {
       const bool on_device = layer.mixer == MixerKind::Kda ? switches.cuda_kda : switches.cuda_mla;
@@ -51,6 +56,16 @@ class DeviceHybridCache {
       else
         layers_.emplace_back(std::in_place_type<HostMla>, mla, slots, capacity);
     }
+  }
+
+  /// Bytes of device memory of such a cache. Throws invalid_argument where they do not fit 64 bits.
+  static size bytes_needed(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots, size capacity,
+                           const Environment& switches = environment()) {
+    K3Graph resident = graph;
+    std::erase_if(resident.layers, [&](const K3LayerSpec& layer) {
+      return layer.mixer == MixerKind::Kda ? !switches.cuda_kda : !switches.cuda_mla;
+    });
+    return HybridCache<P>::bytes_needed(resident, kda, mla, slots, capacity);
   }
 
   size layers() const { return layers_.size(); }

@@ -49,14 +49,14 @@ class K3DeviceModel {
   explicit K3DeviceModel(const K3CpuModel& model, Progress&& progress = {}, const Read& read = {})
       : K3DeviceModel(Unmade{}, model) {
     reserve(plan(model));
-    upload(read, true, [&] { progress(used_, memory_.bytes()); });
+    upload(read, true, progress);
     complete_ = true;
   }
   template <class Progress = NoUploadProgress, class Read = CopyWeights>
   K3DeviceModel(WithoutExperts, const K3CpuModel& model, Progress&& progress = {}, const Read& read = {})
       : K3DeviceModel(Unmade{}, model) {
     reserve(plan_trunk(model));
-    upload(read, false, [&] { progress(used_, memory_.bytes()); });
+    upload(read, false, progress);
     complete_ = plan_experts(model) == 0;
   }
 
@@ -110,7 +110,9 @@ class K3DeviceModel {
   static size plan(const K3CpuModel& model) { return plan_trunk(model) + plan_experts(model); }
   static size plan_trunk(const K3CpuModel& model) {
     size bytes = 0;
-    const auto add = [&](const std::string&, const auto& weight, const auto&, WeightRole) {
+    const auto add = [&](const std::string& name, const auto& weight, const auto&, WeightRole) {
+      detail::require(weight.type == ElementType::f32 || weight.type == ElementType::bf16, "K3DeviceModel",
+                      name.c_str(), "of another type", "F32 or BF16");
       bytes += detail::planned_bytes(weight);
     };
     DecoderWeights weights = model.weights;
@@ -130,20 +132,8 @@ class K3DeviceModel {
   struct Unmade {};
   K3DeviceModel(Unmade, const K3CpuModel& model) : host_(model) { check(model); }
 
-  struct Memory {
-    size free = 0, total = 0;
-  };
-  static Memory device_memory() {
-    Memory memory;
-    detail::check_cuda("K3DeviceModel", "cudaMemGetInfo", cudaMemGetInfo(&memory.free, &memory.total));
-    return memory;
-  }
   void reserve(size needed) {
-    const auto [free, total] = device_memory();
-    if (needed > free)
-      throw cuda_error("K3DeviceModel", "the memory plan", static_cast<int>(cudaErrorMemoryAllocation),
-                       "the weights need " + std::to_string(needed) + " bytes, " + std::to_string(free) + " of " +
-                           std::to_string(total) + " are free");
+    detail::require_free("K3DeviceModel", "the weights need", needed);
     memory_ = DeviceBuffer<unsigned char>(needed, false);
   }
   unsigned char* take(size bytes) {
@@ -200,24 +190,23 @@ class K3DeviceModel {
     detail::check_cuda("K3DeviceModel", "cudaDeviceSynchronize", cudaDeviceSynchronize());
   }
 
-  template <class Read, class Report>
-  void upload(const Read& read, bool with_experts, Report&& report) {
+  template <class Read, class Progress>
+  void upload(const Read& read, bool with_experts, Progress&& progress) {
     DecoderWeights host = host_.weights;
     Pending pending;
     const auto collect = [&](const std::string&, const auto& weight, const auto&, WeightRole) { pending.put(weight); };
     for_each_model_weight(host_.config, host, collect);
     for (LayerWeights& layer : host.layers) for_each_layer_weight(host_.config, layer.spec, layer, collect);
     detail::DeviceUpload upload(read);
+    // What has been placed is there but for what waits to be uploaded.
+    const auto report = [&](size arrived) { progress(used_ - upload.bytes() + arrived, memory_.bytes()); };
     place_all(
         [&](const std::string&, auto& weight, const auto&, WeightRole) { weight = move(pending.next(weight), upload); },
         [&](DeviceLayerWeights& layer) {
           if (with_experts) upload_experts(layer, upload, [&](size bytes) { return take(bytes); });
         },
-        [&] {
-          if (upload.bytes() >= size{1} << 30) upload.flush();  // not for each layer: it waits for the last copies
-          report();
-        });
-    upload.flush();
+        [&] { report(0); });
+    upload.flush(report);
   }
   /// All experts of a layer, `take(bytes)` memory each.
   template <class Take>
@@ -321,7 +310,7 @@ void K3DeviceModel::place_experts(size memory, Progress&& progress) {
   constexpr const char* operation = "K3DeviceModel::place_experts";
   if (complete_) return;
   constexpr size reserve = size{512} << 20;
-  const size free = device_memory().free, all = plan_experts(host_);
+  const size free = detail::device_memory(operation).free, all = plan_experts(host_);
   if (memory == automatic) memory = free > reserve ? free - reserve : 0;
   std::vector<ExpertTable*> tables(weights_.layers.size());
   if (memory < all) {
@@ -331,9 +320,7 @@ void K3DeviceModel::place_experts(size memory, Progress&& progress) {
     complete_ = true;
     return;
   }
-  if (all > free)
-    throw cuda_error(operation, "the memory plan", static_cast<int>(cudaErrorMemoryAllocation),
-                     "the experts need " + std::to_string(all) + " bytes, " + std::to_string(free) + " are free");
+  detail::require_free(operation, "the experts need", all);
   expert_memory_ = DeviceBuffer<unsigned char>(all, false);
   size used = 0;
   const CopyWeights read;

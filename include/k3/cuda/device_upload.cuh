@@ -44,15 +44,21 @@ class DeviceUpload {
   /// Bytes to be copied.
   size bytes() const { return bytes_; }
 
-  /// Returns when all is there. Throws what a read threw, or cuda_error; nothing is left waiting then.
-  void flush() {
+  /// Returns when all is there. Throws what a read threw, or cuda_error; nothing is left waiting then. Meanwhile
+  /// `arrived(bytes)` hears from this thread how many of them are there, at the end all; it may throw too.
+  template <class Arrived>
+  void flush(Arrived&& arrived) {
     try {
-      bytes_ < piece_bytes ? copy_at_once() : copy_in_threads();
+      bytes_ < piece_bytes ? copy_at_once() : copy_in_threads(arrived);
+      arrived(bytes_);
     } catch (...) {
       clear();
       throw;
     }
     clear();
+  }
+  void flush() {
+    flush([](size) {});
   }
 
  private:
@@ -87,7 +93,8 @@ class DeviceUpload {
     check_cuda("DeviceUpload", "cudaDeviceSynchronize", cudaDeviceSynchronize());
   }
 
-  void copy_in_threads() {
+  template <class Arrived>
+  void copy_in_threads(Arrived&& arrived) {
     if (places_.empty()) {
       staging_ = pinned_memory(place_count * piece_bytes);
       if (!staging_) throw cuda_error("DeviceUpload", "cudaMallocHost", cudaErrorMemoryAllocation, "no memory");
@@ -95,23 +102,24 @@ class DeviceUpload {
       places_ = std::vector<Place>(place_count);
     }
     for (Place& place : places_) place.state = Place::State::free;
-    next_ = offset_ = 0;
+    next_ = offset_ = arrived_ = 0;
     problem_ = nullptr;
     std::vector<std::thread> threads;
     const unsigned cores = std::thread::hardware_concurrency();
     const size count = smaller<size>(larger(cores, 2u) - 1, 16);
     try {
-      for (size i = 1; i < count; ++i) threads.emplace_back([this] { work(); });
+      for (size i = 1; i < count; ++i) threads.emplace_back([this] { work([](size) {}); });
     } catch (const std::exception&) {  // no more threads: those that are there do it
     }
-    work();
+    work(arrived);
     for (std::thread& thread : threads) thread.join();
     if (!problem_) return stream_.finish();
     stream_.finish_quietly();
     std::rethrow_exception(problem_);
   }
 
-  void work() noexcept {
+  template <class Arrived>
+  void work(Arrived&& arrived) noexcept {
     std::unique_lock lock(mutex_);
     try {
       check_cuda("DeviceUpload", "cudaSetDevice", cudaSetDevice(device_));
@@ -120,7 +128,9 @@ class DeviceUpload {
         Place& place = places_[part.place];
         const Piece& piece = pieces_[place.piece];
         std::byte* const at = staging_.get() + part.place * piece_bytes;
+        const size there = arrived_;
         lock.unlock();
+        arrived(there);
         read_(reader_, piece.from + part.offset, part.bytes, at + part.offset);
         lock.lock();
         if ((place.unread -= part.bytes) > 0) continue;
@@ -151,7 +161,10 @@ class DeviceUpload {
         lock.unlock();
         place.copied.wait();
         lock.lock();
-        if (next_ == piece && offset_ == 0) place.state = Place::State::free;
+        if (next_ == piece && offset_ == 0 && place.state == Place::State::copying) {
+          place.state = Place::State::free;
+          arrived_ += pieces_[place.piece].bytes;
+        }
         continue;
       }
       if (offset_ == 0) place.state = Place::State::filling, place.piece = next_, place.unread = pieces_[next_].bytes;
@@ -174,6 +187,7 @@ class DeviceUpload {
   std::mutex mutex_;
   std::condition_variable changed_;  // a place is being copied, or somebody has failed
   size next_ = 0, offset_ = 0;       // what is read next
+  size arrived_ = 0;                 // bytes whose copies are known to be done
   std::exception_ptr problem_;
 };
 

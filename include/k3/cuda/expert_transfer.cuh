@@ -66,13 +66,7 @@ inline AnyMatrix<MemorySpace::device> device_matrix(const AnyMatrix<>& matrix, c
 
 /// Puts the copies of an expert's parts on a stream. `to` has planned_bytes of it, on a multiple of device_alignment.
 /// Parts that are neighbours in host memory stay so, as one copy, where each then lies on a multiple of 16 bytes.
-/// `wait_for(end)` waits until what lies before the address `end` is there, and returns up to where it is, or null
-/// where all is: what is still coming is copied in pieces.
-template <class WaitFor>
-DeviceExpertWeights copy_expert(const ExpertWeights& expert, unsigned char* to, cudaStream_t stream,
-                                WaitFor&& wait_for) {
-  // Shorter copies are slower.
-  constexpr size shortest = size{4} << 20;
+inline DeviceExpertWeights copy_expert(const ExpertWeights& expert, unsigned char* to, cudaStream_t stream) {
   struct Part {
     const unsigned char* from;
     size bytes, at;
@@ -87,21 +81,10 @@ DeviceExpertWeights copy_expert(const ExpertWeights& expert, unsigned char* to, 
   std::sort(order, order + 6, [](const Part* a, const Part* b) { return a->from < b->from; });
   const unsigned char* first = nullptr;  // what is copied next, [first, first + bytes) to `begin`
   size begin = 0, bytes = 0;
-  bool all = false;  // is there
   const auto copy = [&] {
-    for (size done = 0; done < bytes;) {
-      size next = bytes;
-      if (!all) {
-        const size wanted = bytes - done < 2 * shortest ? bytes : done + shortest;
-        const void* const there = wait_for(first + wanted);
-        all = there == nullptr;
-        if (!all)
-          next = larger(wanted, smaller(bytes, static_cast<size>(static_cast<const unsigned char*>(there) - first)));
-      }
-      check_cuda("copy_expert", "cudaMemcpyAsync",
-                 cudaMemcpyAsync(to + begin + done, first + done, next - done, cudaMemcpyHostToDevice, stream));
-      done = next;
-    }
+    if (bytes == 0) return;
+    check_cuda("copy_expert", "cudaMemcpyAsync",
+               cudaMemcpyAsync(to + begin, first, bytes, cudaMemcpyHostToDevice, stream));
   };
   for (const Part* p : order) {
     if (p->bytes == 0) continue;
@@ -119,8 +102,8 @@ DeviceExpertWeights copy_expert(const ExpertWeights& expert, unsigned char* to, 
 }
 
 /// Brings experts from a source to the device, while the device computes. Copies follow each other on a stream of their
-/// own, as experts or parts of them arrive, and each is repacked behind its copy. A few are held at a time: fewer than
-/// one token chooses, which a source has room for.
+/// own, as experts arrive, and each is repacked behind its copy. A few are held at a time: fewer than one token
+/// chooses, which a source has room for.
 class ExpertTransfer {
  public:
   explicit ExpertTransfer(size top_k) : held_(larger(size{1}, smaller(size{4}, top_k - 1))) {}
@@ -139,11 +122,10 @@ class ExpertTransfer {
       source.need(ids, count);
       for (size i = 0; i < count; ++i) {
         if (count_ == held_.size()) release_oldest();
-        const ExpertWeights expert = source.begin(ids[i]);
+        const ExpertWeights expert = source.acquire(ids[i]);
         Held& held = held_[(first_ + count_++) % held_.size()];
         held.source = &source, held.id = ids[i];
-        const DeviceExpertWeights there = copy_expert(expert, place(i, expert), copies_,
-                                                      [&](const void* end) { return source.wait_for(ids[i], end); });
+        const DeviceExpertWeights there = copy_expert(expert, place(i, expert), copies_);
         held.copied.record(copies_);
         if (repack) {
           held.copied.make_wait(repacks_);

@@ -38,8 +38,10 @@ kernel::KdaWeight kda_weight(const char* operation, const char* argument,
 
 inline kernel::KdaWeight kda_vector(const char* operation, const char* argument,
                                     const AnyVector<MemorySpace::device>& any, size count, bool may_be_longer) {
-  require(any.data != nullptr && (any.extents[0] == count || (may_be_longer && any.extents[0] > count)), operation,
-          argument, any.extents[0], count);
+  require(static_cast<bool>(any), operation, argument, "absent", "a weight");
+  require(any.extents[0] == count || (may_be_longer && any.extents[0] > count), operation, argument, any.extents[0],
+          count);
+  require_memory(operation, argument, any);
   return kda_weight(operation, argument, any);
 }
 
@@ -223,6 +225,8 @@ void kda_decode_fused(const gpu& exec, G geometry, const X& x_qkv, const KdaConv
   auto a = call.arguments();
   const char* operation = call.operation;
   const std::optional<float> bound = geometry.gate_lower_bound;
+  detail::require(norm_eps >= 0 && norm_eps - norm_eps == 0, operation, "norm_eps", norm_eps,
+                  "finite and not negative");
   detail::require_shape(operation, "gate", gate, x_qkv.extent(0), kda_width(geometry));
   call.require_written_apart("gate", detail::footprint(gate));
   call.require_written_apart("A_log", detail::footprint(A_log));

@@ -64,9 +64,17 @@ void launch_k3_kda_decode_token_on_device(const gpu& exec, G geometry, const X& 
                                           const HostView<float, 2>& out) {
   constexpr const char* operation = "launch_k3_kda_decode_token";
   check(geometry, operation);
-  const size rows = x_qkv.extent(0);
-  detail::require_shape(operation, "out", out, rows, kda_width(geometry));
+  const size rows = x_qkv.extent(0), width = kda_width(geometry), taps = geometry.conv_kernel;
+  detail::require_shape(operation, "x_qkv", x_qkv, rows, kda_conv_channels(geometry));
+  detail::require_weight(operation, "conv.q", conv.q, width, taps);
+  detail::require_weight(operation, "conv.k", conv.k, width, taps);
+  detail::require_weight(operation, "conv.v", conv.v, width, taps);
+  detail::require_shape(operation, "log_decay", log_decay, rows, width);
+  detail::require_shape(operation, "beta", beta, rows, geometry.heads);
+  detail::require_shape(operation, "out", out, rows, width);
   detail::require_slots(operation, slots, rows, state.recurrent.extent(0));
+  detail::require_disjoint(operation, "out", out, "x_qkv", x_qkv, "conv.q", conv.q, "conv.k", conv.k, "conv.v", conv.v,
+                           "log_decay", log_decay, "beta", beta, "slots", slots);
   const detail::KdaUpload<typename X::value_type> x(exec, x_qkv);
   const detail::KdaUpload<typename Decay::value_type> decay(exec, log_decay);
   const detail::KdaUpload<typename Beta::value_type> logits(exec, beta);

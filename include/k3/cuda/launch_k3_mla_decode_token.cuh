@@ -49,9 +49,14 @@ void launch_k3_mla_decode_token_on_device(const gpu& exec, G geometry, const Q& 
   detail::mla_check_geometry(geometry, operation);
   detail::require_shape(operation, "q", q, rows, mla_q_width(geometry));
   detail::require_shape(operation, "kv_a", kv_a, rows, mla_cache_width(geometry));
+  detail::require_weight(operation, "kv_a_layernorm", kv_a_norm, geometry.kv_lora_rank);
+  detail::check_kv_b(operation, geometry, kv_b);
+  detail::require_shape(operation, "slots", slots, rows);
   detail::require_shape(operation, "positions", positions, rows);
   detail::require_shape(operation, "out", out, rows, n);
   if (gate.data) detail::require_shape(operation, "gate", gate, rows, n);
+  detail::require_disjoint(operation, "out", out, "q", q, "kv_a", kv_a, "kv_a_layernorm", kv_a_norm, "kv_b", kv_b,
+                           "gate", gate, "slots", slots, "positions", positions);
   std::vector<id> ids(rows);
   std::vector<size> at(rows);
   for (size r = 0; r < rows; ++r) {
@@ -61,6 +66,10 @@ void launch_k3_mla_decode_token_on_device(const gpu& exec, G geometry, const Q& 
     detail::require(ids[r] >= 0 && static_cast<size>(ids[r]) < kv.slots(), operation, "slots", ids[r],
                     "pad_slot or a slot");
     detail::require(at[r] < kv.capacity(), operation, "positions", at[r], "below the capacity (cache full)");
+    size earlier = r;
+    while (earlier > 0 && ids[earlier - 1] != ids[r]) --earlier;
+    detail::require(earlier == 0 || at[r] == at[earlier - 1] + 1, operation, "positions", at[r],
+                    "one more than the slot's row before it");
   }
   if (rows == 0) return;
   detail::with_typed(kv_a_norm, [&](const auto& norm) {
@@ -95,6 +104,7 @@ template <mla_geometry G, host_tensor<2> Q, host_tensor<2> KvA, class Norm, clas
 void launch_k3_mla_decode_token(const gpu& exec, G geometry, const Q& q, const KvA& kv_a, const Norm& kv_a_norm,
                                 const KvB& kv_b, const Gate& gate, const Slots& slots, const Positions& positions,
                                 MlaKv<T>& kv, const Out& out) {
+  detail::require_shape("launch_k3_mla_decode_token", "slots", slots, slots.extents[0]);
   detail::require_shape("launch_k3_mla_decode_token", "positions", positions, slots.extents[0]);
   MlaDeviceKv<T> resident(geometry, kv.slots(), kv.capacity());
   const auto each_row = [&](auto&& f) {

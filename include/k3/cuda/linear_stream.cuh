@@ -13,6 +13,10 @@ namespace k3::detail {
 inline constexpr int stream_most_shared = 231424;
 template <int Tokens>
 inline constexpr int stream_shared = Tokens > 32 ? stream_most_shared : 160000;
+/// Units of a pass where steps are fetched together and one pass is not enough: slots are smaller, and more.
+inline constexpr unsigned stream_few_units = 8;
+/// Blocks with more units than this fetch steps together for 128 tokens too; tensor cores limit the others.
+inline constexpr unsigned stream_long = 72;
 
 using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
                                      const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
@@ -30,16 +34,17 @@ inline EncodeTensorMap encode_tensor_map() {
   return function;
 }
 
-/// A matrix of bf16 in boxes of `box_rows` rows and 64 columns.
+/// A matrix of bf16 in boxes of `box_rows` rows and 64 columns. `wide`: the L2 cache fetches 256 bytes of a row at
+/// once.
 inline CUtensorMap tensor_map(const char* operation, const void* data, size rows, size columns, size stride,
-                              unsigned box_rows) {
+                              unsigned box_rows, bool wide) {
   CUtensorMap map;
   const cuuint64_t extents[2] = {columns, rows}, strides[1] = {stride * 2};
   const cuuint32_t box[2] = {kernel::stream_columns, box_rows}, steps[2] = {1, 1};
-  const CUresult code =
-      encode_tensor_map()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), extents, strides, box,
-                          steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult code = encode_tensor_map()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), extents, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      wide ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (code != CUDA_SUCCESS) throw cuda_error(operation, "cuTensorMapEncodeTiled", static_cast<int>(code), "refused");
   return map;
 }
@@ -75,15 +80,31 @@ unsigned stream_clusters() {
   return count;
 }
 
+/// The maps of the weights of all segments.
+inline void map_weights(const char* operation, kernel::StreamArguments& a, size segments) {
+  for (size i = 0; i < segments; ++i) {
+    const kernel::LinearSegment& s = a.linear.segment[i];
+    const unsigned box = s.kind == kernel::LinearKind::glu ? 8 : 16;
+    const auto map = [&](const void* weight) {
+      return tensor_map(operation, weight, s.rows, a.linear.columns, a.linear.columns, box, !a.together);
+    };
+    a.weight[i] = map(s.weight);
+    if (s.up != nullptr) a.up[i] = map(s.up);
+  }
+}
+
 template <int Tokens, int Split>
-void launch_stream(const gpu& exec, const char* operation, kernel::StreamArguments& a) {
+void launch_stream(const gpu& exec, const char* operation, kernel::StreamArguments& a, size segments) {
   const auto function = kernel::linear_stream<Tokens, Split>;
   check_cuda(operation, "cudaFuncSetAttribute",
              cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, stream_most_shared));
   const unsigned units = a.linear.units;
   const unsigned owners =
       smaller(units, Split == 1 ? static_cast<unsigned>(multiprocessors()) : stream_clusters<Tokens, Split>());
-  const unsigned own = (units + owners - 1) / owners, most = kernel::stream_most_warps;
+  const unsigned own = (units + owners - 1) / owners;
+  a.together = Tokens < 128 || own > stream_long;
+  const unsigned most =
+      a.together && Split == 1 && own > kernel::stream_most_warps ? stream_few_units : kernel::stream_most_warps;
   a.passes = (own + most - 1) / most;
   a.tile_units = (own + a.passes - 1) / a.passes;
   const unsigned warps = (a.tile_units + 3) / 4 * 4;
@@ -97,8 +118,9 @@ void launch_stream(const gpu& exec, const char* operation, kernel::StreamArgumen
   // With a split, what the blocks exchange takes the ring's place, and the scratch memory follows it.
   const size exchange = Split > 1 ? warps * kernel::stream_tiles<Tokens, Split> * 1024 : 0;
   a.scratch_at = static_cast<unsigned>(Split > 1 ? exchange : a.slots * slot);
+  map_weights(operation, a, segments);
   a.x = tensor_map(operation, a.linear.x, a.linear.tokens, a.linear.columns,
-                   a.linear.tokens == 1 ? a.linear.columns : a.linear.x_stride, Tokens);
+                   a.linear.tokens == 1 ? a.linear.columns : a.linear.x_stride, Tokens, true);
   launch_clusters(exec.stream, Split, owners * Split, (warps + kernel::stream_fill_warps) * 32,
                   larger(a.slots * slot, Split > 1 ? exchange + scratch : 0) + beyond, function, a);
 }
@@ -111,26 +133,20 @@ bool stream_splits(const kernel::LinearArguments<bf16>& l) {
 }
 
 template <int Tokens>
-void launch_stream(const gpu& exec, const char* operation, kernel::StreamArguments& a) {
-  if (stream_splits<Tokens, 2>(a.linear)) return launch_stream<Tokens, 2>(exec, operation, a);
-  launch_stream<Tokens, 1>(exec, operation, a);
+void launch_stream(const gpu& exec, const char* operation, kernel::StreamArguments& a, size segments) {
+  if (stream_splits<Tokens, 2>(a.linear)) return launch_stream<Tokens, 2>(exec, operation, a, segments);
+  launch_stream<Tokens, 1>(exec, operation, a, segments);
 }
 
 inline void launch_stream(const gpu& exec, const char* operation, const kernel::LinearArguments<bf16>& l,
                           size segments) {
   kernel::StreamArguments a;
   a.linear = l;
-  for (size i = 0; i < segments; ++i) {
-    const kernel::LinearSegment& s = l.segment[i];
-    const unsigned box = s.kind == kernel::LinearKind::glu ? 8 : 16;
-    a.weight[i] = tensor_map(operation, s.weight, s.rows, l.columns, l.columns, box);
-    if (s.up != nullptr) a.up[i] = tensor_map(operation, s.up, s.rows, l.columns, l.columns, box);
-  }
-  if (l.tokens <= 8) return launch_stream<8>(exec, operation, a);
-  if (l.tokens <= 16) return launch_stream<16>(exec, operation, a);
-  if (l.tokens <= 32) return launch_stream<32>(exec, operation, a);
-  if (l.tokens <= 64) return launch_stream<64>(exec, operation, a);
-  launch_stream<128>(exec, operation, a);
+  if (l.tokens <= 8) return launch_stream<8>(exec, operation, a, segments);
+  if (l.tokens <= 16) return launch_stream<16>(exec, operation, a, segments);
+  if (l.tokens <= 32) return launch_stream<32>(exec, operation, a, segments);
+  if (l.tokens <= 64) return launch_stream<64>(exec, operation, a, segments);
+  launch_stream<128>(exec, operation, a, segments);
 }
 
 }  // namespace k3::detail

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <k3/core/overlap.hpp>
 #include <k3/core/precision.hpp>
 #include <k3/cuda/expert_table.cuh>
 #include <k3/kernels/expert_general.cuh>
@@ -216,11 +217,11 @@ void launch_prepare(const char* operation, const gpu& exec, const kernel::Workli
 /// given: rows with pad_slot are not looked at and give 0. `status` [R], if given: a row that is marked already is not
 /// computed and gives NaN, and so does one with an id that names no expert of the table, which becomes
 /// RowStatus::bad_expert; no weight is read for either, and no other row changes. Without `status` such a row still
-/// gives NaN. Throws invalid_argument on shapes and sizes that do not fit, before anything is launched. Rows that chose
-/// the same expert share one reading of its weights (32 at a time); a row's bits do not depend on the others. Accuracy:
-/// float within 2e-6 of double, of the largest output; bf16 within 5e-3 (L2) of the host's bf16. Cost: 17.5 MB of MXFP4
-/// per distinct expert of the released model; packed (repack_experts) on sm_90, two
-/// kernels up to 32 choices and three above, else four.
+/// gives NaN. Throws invalid_argument on shapes and sizes that do not fit and memory that overlaps in another way,
+/// before anything is launched. Rows that chose the same expert share one reading of its weights (32 at a time); a
+/// row's bits do not depend on the others. Accuracy: float within 2e-6 of double, of the largest output; bf16 within
+/// 5e-3 (L2) of the host's bf16. Cost: 17.5 MB of MXFP4 per distinct expert of the released model; packed
+/// (repack_experts) on sm_90, two kernels up to 32 choices and three above, else four.
 template <latent_moe_geometry G, device_tensor<2> Latent, device_tensor<2> Ids, device_tensor<2> Weights, precision P,
           writable_device_tensor<2> Out>
   requires(std::same_as<typename Latent::value_type, typename P::activation> &&
@@ -244,6 +245,10 @@ void mix_routed_experts(const gpu& exec, G geometry, const Latent& latent, const
   detail::require_shape(operation, "out", out, rows, width);
   if (slots.data != nullptr) detail::require_shape(operation, "slots", slots, rows);
   if (status.data != nullptr) detail::require_shape(operation, "status", status, rows);
+  detail::require_same_or_disjoint(operation, "out", out, "latent", latent);
+  detail::require_disjoint(operation, "out", out, "ids", ids, "weights", weights, "slots", slots);
+  detail::require_disjoint(operation, "status", status, "latent", latent, "ids", ids, "weights", weights, "slots",
+                           slots, "out", out);
   if (rows == 0) return;
 
   const bool tensor = std::same_as<X, bf16> && table.type() != ElementType::f32;

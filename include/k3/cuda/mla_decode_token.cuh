@@ -33,6 +33,7 @@ void mla_check_append(const char* operation, G g, const KvA& kv_a, const AnyVect
   require_disjoint(operation, "kv.pages", kv.pages, "kv_a", kv_a, "kv_a_layernorm", norm, "slots", slots, "positions",
                    positions, "kv.block_table", kv.block_table);
   mla_check_status(operation, status, slots, positions, kv);
+  require_disjoint(operation, "status", status, "kv_a", kv_a, "kv_a_layernorm", norm);
 }
 
 template <mla_geometry G>

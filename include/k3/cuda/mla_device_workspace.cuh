@@ -83,7 +83,7 @@ void mla_check_geometry(G g, const char* operation) {
 }  // namespace detail
 
 /// Device memory between the parts of mla_decode_token, for rows of up to `capacity` positions: absorbed queries,
-/// latent means, and partial results of parts of rows: at the released geometry 104 MB on 132 multiprocessors, whatever
+/// latent means, and partial results of parts of rows: at the released geometry 111 MB on 132 multiprocessors, whatever
 /// the batch and the context. Allocated here, once, on the current device.
 template <precision P>
 class MlaDeviceWorkspace {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <k3/cuda/buffer.cuh>
+#include <k3/kernels/mla_attend_few.cuh>
 #include <k3/kernels/mla_attend_wide.cuh>
 #include <k3/kernels/mla_combine_wide.cuh>
 #include <k3/ops/mla_kv.hpp>
@@ -68,20 +69,24 @@ class MlaWideWorkspace {
     check_cuda(operation, "cudaFuncSetAttribute",
                cudaFuncSetAttribute(kernel::mla_attend_wide, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(sizeof(kernel::MlaWideShared<96>))));
+    check_cuda(operation, "cudaFuncSetAttribute",
+               cudaFuncSetAttribute(kernel::mla_attend_few, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(sizeof(kernel::MlaFewShared))));
     const size groups = (heads + 95) / 96;
     blocks_ = static_cast<unsigned>(larger(static_cast<size>(count), 2 * groups));
-    places_ = 4 * larger(blocks_ / groups, size{1});
+    places_ = 8 * larger(blocks_ / groups, size{1});
     stats_ = DeviceBuffer<kernel::MlaStats>(places_ * groups * 96, false);
-    part_ = DeviceBuffer<float>(stats_.count() * latent, false);
+    part_ = DeviceBuffer<float>(stats_.count() * latent / 2, false);
+    exponents_ = DeviceBuffer<unsigned char>(stats_.count() * latent / 8, false);
     segments_ = DeviceBuffer<uint2>(smaller(max_rows, size{kernel::mla_wide_rows}));
   }
 
   explicit operator bool() const { return blocks_ != 0; }
   float* part() const { return part_.data(); }
   kernel::MlaStats* stats() const { return stats_.data(); }
-  /// Heads of rows that there is room for.
-  size parts() const { return stats_.count(); }
-  size bytes() const { return part_.bytes() + stats_.bytes() + segments_.bytes(); }
+  /// Heads of rows that there is room for as floats.
+  size parts() const { return stats_.count() / 2; }
+  size bytes() const { return part_.bytes() + exponents_.bytes() + stats_.bytes() + segments_.bytes(); }
   unsigned blocks() const { return blocks_; }
   /// Of one launch, for a cache of this capacity.
   size rows(bool independent, size capacity) const {
@@ -95,7 +100,8 @@ class MlaWideWorkspace {
     kernel::MlaWideArguments w;
     w.a = a;
     w.boxes = boxes, w.box_rows = kernel::mla_tile / boxes, w.independent = independent;
-    w.part = part_.data(), w.stats = stats_.data(), w.segments = segments_.data();
+    w.part = reinterpret_cast<uint4*>(part_.data()), w.exponents = exponents_.data();
+    w.stats = stats_.data(), w.segments = segments_.data();
     return w;
   }
 
@@ -103,6 +109,7 @@ class MlaWideWorkspace {
   unsigned blocks_ = 0;
   size places_ = 0;
   DeviceBuffer<float> part_{};
+  DeviceBuffer<unsigned char> exponents_{};
   DeviceBuffer<kernel::MlaStats> stats_{};
   DeviceBuffer<uint2> segments_{};
 };
@@ -121,6 +128,9 @@ void mla_launch_after(const gpu& exec, void (*function)(Parameter...), dim3 grid
              cudaLaunchKernelEx(&config, function, static_cast<Parameter>(argument)...));
 }
 
+/// Up to so many rows mla_attend_few is faster, from there on mla_attend_wide; a row's bits are the same.
+constexpr unsigned mla_few_rows(bool independent) { return independent ? 8 : 64; }
+
 /// Rows of at most MlaWideWorkspace::rows.
 inline void mla_launch_wide(const gpu& exec, const MlaWideWorkspace& workspace,
                             const kernel::MlaAttendArguments<bf16>& a, unsigned boxes) {
@@ -129,16 +139,21 @@ inline void mla_launch_wide(const gpu& exec, const MlaWideWorkspace& workspace,
   const CUtensorMap kv_map = mla_tensor_map(cache.pages, cache.page_count, cache.page_size, a.width, cache.page_stride,
                                             cache.row_stride, kernel::mla_tile / boxes);
   const kernel::MlaWideArguments w = workspace.arguments(a, exec.independent, boxes);
-  const unsigned rows = static_cast<unsigned>(a.rows.count), pieces = 8 * w.octets();
-  mla_launch_after(exec, kernel::mla_attend_wide, dim3(workspace.blocks()), kernel::mla_wide_threads,
-                   sizeof(kernel::MlaWideShared<96>), w, q_map, kv_map);
-  // Few rows have many parts each, many rows few.
-  if (rows <= 2)
-    mla_launch_after(exec, kernel::mla_combine_wide<32, 8>, dim3(4 * pieces, rows), 256, 0, w);
-  else if (rows <= 8)
-    mla_launch_after(exec, kernel::mla_combine_wide<128, 2>, dim3(pieces, rows), 256, 0, w);
+  const unsigned rows = static_cast<unsigned>(a.rows.count), pieces = (a.heads + 7) / 8 * 4 * rows;
+  if (rows <= mla_few_rows(exec.independent))
+    mla_launch_after(exec, kernel::mla_attend_few, dim3(workspace.blocks()), kernel::mla_few_threads,
+                     sizeof(kernel::MlaFewShared), w, q_map, kv_map);
   else
-    mla_launch_after(exec, kernel::mla_combine_wide<128, 1>, dim3(pieces, rows), 128, 0, w);
+    mla_launch_after(exec, kernel::mla_attend_wide, dim3(workspace.blocks()), kernel::mla_wide_threads,
+                     sizeof(kernel::MlaWideShared<96>), w, q_map, kv_map);
+  // Few rows have many parts each, many rows few.
+  const unsigned most = workspace.blocks();
+  if (rows <= 2)
+    mla_launch_after(exec, kernel::mla_combine_wide<32, 8>, dim3(smaller(4 * pieces, 3 * most)), 256, 0, w);
+  else if (rows <= 8)
+    mla_launch_after(exec, kernel::mla_combine_wide<128, 2>, dim3(smaller(pieces, 3 * most)), 256, 0, w);
+  else
+    mla_launch_after(exec, kernel::mla_combine_wide<128, 1>, dim3(smaller(pieces, 6 * most)), 128, 0, w);
 }
 
 }  // namespace k3::detail

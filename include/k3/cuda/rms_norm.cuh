@@ -52,7 +52,7 @@ void launch_rms_norm(const gpu& exec, kernel::RmsNormArguments<X, W, Out>& a) {
 /// RMSNorm of every row on the device: out = weight * x / sqrt(mean(x^2) + eps), rounded once on store.
 /// Shapes: x [R, n] and out [R, n] of float or bf16, weight [n] of F32 or BF16; out may be x. A row's bits depend on
 /// nothing else, aligned or not. Throws invalid_argument on a shape that does not fit, memory that overlaps in another
-/// way and other weight types. Cost: x read once up to n = 8192, twice beyond.
+/// way, an eps that is negative or not finite, and other weight types. Cost: x read once up to n = 8192, twice beyond.
 template <device_tensor<2> X, class Weight, writable_device_tensor<2> Out>
 void rms_norm(const gpu& exec, const X& x, const Weight& weight, float eps, const Out& out) {
   const size rows = x.extent(0), count = x.extent(1);
@@ -60,6 +60,7 @@ void rms_norm(const gpu& exec, const X& x, const Weight& weight, float eps, cons
   detail::require_weight("rms_norm", "weight", weight, count);
   detail::require(count < size{1} << 31, "rms_norm", "x's width", count, "below 2^31");
   detail::require_shape("rms_norm", "out", out, rows, count);
+  detail::require(eps >= 0 && eps - eps == 0, "rms_norm", "eps", eps, "finite and not negative");
   detail::require_same_or_disjoint("rms_norm", "out", out, "x", x);
   detail::require_disjoint("rms_norm", "out", out, "weight", weight);
   detail::with_device_weight("rms_norm", "weight", weight, [&](const auto& w) {

@@ -49,6 +49,7 @@ class StreamedExperts {
     where_.assign(experts_.size(), nowhere);
     announced_.reserve(experts_.size());
     memory_ = detail::SlotMemory(memory(), options.allocate);
+    if (options.window > 0) unrelated_.resize(size{5} << 19);
     for (const MappedFile& file : storage_->files->files()) file.expect_random_reads();
     start(static_cast<size>(options.readers));
   }
@@ -94,29 +95,6 @@ class StreamedExperts {
     return weights(s, key);
   }
 
-  /// As acquire, but waits for a slot only: the expert's bytes are there when `wait_for` says so. To be released in any
-  /// case.
-  ExpertWeights begin(size key) {
-    std::unique_lock lock(mutex_);
-    return weights(take(lock, key), key);
-  }
-  /// Waits until the bytes of an expert that has begun are there up to `end`, an address in or behind one of its
-  /// tensors. Returns up to where they are; null: all. Throws what acquire throws.
-  const void* wait_for(size key, const void* end) {
-    std::unique_lock lock(mutex_);
-    const size s = where_[key];
-    Slot& slot = slots_[s];
-    const size wanted = static_cast<size>(static_cast<const std::byte*>(end) - block(s));
-    const auto enough = [&] { return slot.unread == 0 || (!slot.failure && arrived(s) >= wanted); };
-    while (!enough()) {
-      slot.wanted = detail::smaller(slot.wanted, wanted);
-      changed_.wait(lock);
-    }
-    slot.wanted = nowhere;
-    if (slot.failure) std::rethrow_exception(slot.failure);
-    return slot.unread == 0 ? nullptr : block(s) + arrived(s);
-  }
-
   void release(size key) noexcept {
     bool any = false;
     {
@@ -137,10 +115,7 @@ class StreamedExperts {
     size key = nowhere;
     size unread = 0;           // reads that are not done, and one more while not all have begun
     size range = 0;            // the next read: of this range of the expert's layout,
-    std::uint64_t offset = 0;  // from here on,
-    size step = 0;             // so long at most
-    size begun = 0;            // what lies before this byte of the slot is there or being read
-    size wanted = nowhere;     // somebody waits until what lies before this is there
+    std::uint64_t offset = 0;  // from here on
     size users = 0;
     bool awaited = false;  // announced and not used yet
     bool fresh = false;    // read and not used yet
@@ -153,9 +128,8 @@ class StreamedExperts {
     size offset = 0;  // in the slot
   };
   void start(size readers) {
-    reading_.resize(readers);
     try {
-      for (size i = 0; i < readers; ++i) readers_.emplace_back([this, i] { read_loop(reading_[i]); });
+      for (size i = 0; i < readers; ++i) readers_.emplace_back([this] { read_loop(); });
     } catch (...) {
       stop();
       throw;
@@ -254,25 +228,9 @@ class StreamedExperts {
     slot.key = key;
     slot.fresh = true;
     slot.unread = 1;
-    slot.range = slot.offset = slot.begun = 0;
-    // What is read first is waited for: short reads have something there sooner.
-    slot.step = nothing_is_read() ? detail::larger(read_bytes_ / 4, size{1}) : read_bytes_;
+    slot.range = slot.offset = 0;
     where_[key] = s;
     queue_[(queue_first_ + queued_++) % queue_.size()] = s;
-  }
-  bool nothing_is_read() const {
-    if (queued_ > 0) return false;
-    for (const Read& read : reading_)
-      if (read.slot != nowhere) return false;
-    return true;
-  }
-
-  /// Up to where a slot's bytes are there.
-  size arrived(size s) const {
-    size end = slots_[s].begun;
-    for (const Read& read : reading_)
-      if (read.slot == s) end = detail::smaller(end, read.offset);
-    return end;
   }
 
   /// The next part of the slot that has waited longest.
@@ -282,10 +240,9 @@ class StreamedExperts {
     const detail::ExpertFileLayout layout(experts_[slot.key]);
     const detail::ExpertFileLayout::Range& range = layout.begin()[slot.range];
     const std::uint64_t begin = range.begin + slot.offset;
-    const Read read{s, range.file, begin, begin + detail::smaller(range.end - begin, slot.step),
+    const Read read{s, range.file, begin, begin + detail::smaller<std::uint64_t>(range.end - begin, read_bytes_),
                     range.offset + slot.offset};
     slot.offset += read.end - read.begin;
-    slot.begun = read.offset + (read.end - read.begin);
     if (read.end == range.end) {
       ++slot.range;
       slot.offset = 0;
@@ -309,12 +266,12 @@ class StreamedExperts {
     std::rethrow_exception(failure);
   }
 
-  void read_loop(Read& read) {
+  void read_loop() {
     std::unique_lock lock(mutex_);
     for (;;) {
       work_.wait(lock, [&] { return stopping_ || queued_ > 0; });
       if (stopping_) return;
-      read = next_read();
+      const Read read = next_read();
       const size key = slots_[read.slot].key;
       lock.unlock();
       const std::exception_ptr failure = run(key, [&](const detail::ExpertFileLayout& layout) {
@@ -322,12 +279,23 @@ class StreamedExperts {
         check_scales(read, key);
       });
       lock.lock();
-      const size s = std::exchange(read.slot, nowhere);
-      Slot& slot = slots_[s];
+      Slot& slot = slots_[read.slot];
       if (!failure) statistics_.bytes_read += read.end - read.begin;
       if (failure && !slot.failure) slot.failure = failure;
-      if (--slot.unread == 0 || (slot.wanted != nowhere && arrived(s) >= slot.wanted)) changed_.notify_all();
+      if (--slot.unread == 0) changed_.notify_all();
+      if (unrelated_.empty() || queued_ > 0 || next_ < announced_.size()) continue;
+      lock.unlock();
+      leave_cache();
+      lock.lock();
     }
+  }
+
+  /// What a processor has written last stays in its own cache, where a device is slow to get it: a third of the time
+  /// more for the last expert of a layer. Reading something else moves it on to the cache that all processors share.
+  void leave_cache() const noexcept {
+    constexpr size line = 64;
+    for (size at = 0; at < unrelated_.size(); at += line)
+      static_cast<void>(*static_cast<const volatile std::byte*>(unrelated_.data() + at));
   }
 
   /// What body(layout of an expert) throws.
@@ -364,12 +332,12 @@ class StreamedExperts {
   std::shared_ptr<const detail::CheckpointStorage> storage_;
   std::vector<detail::BoundExpert> experts_;
   size read_bytes_, slot_bytes_ = 0, floor_ = 0;
-  detail::SlotMemory memory_;  // [slots, slot_bytes]
+  detail::SlotMemory memory_;         // [slots, slot_bytes]
+  std::vector<std::byte> unrelated_;  // more than a processor's own cache holds; empty where no device copies
 
   mutable std::mutex mutex_;
   std::condition_variable changed_, work_;  // a slot is read or free; there are reads, or no more
   std::vector<Slot> slots_;
-  std::vector<Read> reading_;    // what each reader is at
   std::vector<size> where_;      // slot of an expert
   detail::UseCounts uses_;       // of experts, in a slot or not
   std::vector<size> announced_;  // keys

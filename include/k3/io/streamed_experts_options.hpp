@@ -14,7 +14,7 @@ namespace k3 {
 struct StreamingOptions {
   size memory = 0;                  ///< bytes for experts; at least those of one token's, rounded down to whole experts
   int readers = most_readers();     ///< threads that read, and so reads in flight
-  size read_bytes = size{9} << 17;  ///< longest read: an expert of the released model is 15
+  size read_bytes = size{9} << 15;  ///< longest read: an expert of the released model is 60
   /// Where not 0: so many slots instead of `memory`, and no floor, for a user that holds fewer at a time. A window for
   /// a GPU to copy from: small enough to stay in the processor's cache, which makes copies half as fast again, and
   /// at least 4 for each K3DeviceModel that streams from it, which keeps them between its layers.

@@ -19,10 +19,6 @@ class StreamedLayer final : public ExpertSource {
   }
   void need(const k3::size* ids, k3::size count) const noexcept override { experts_->need(first_, ids, count); }
   ExpertWeights acquire(k3::size expert) const override { return experts_->acquire(first_ + expert); }
-  ExpertWeights begin(k3::size expert) const override { return experts_->begin(first_ + expert); }
-  const void* wait_for(k3::size expert, const void* end) const override {
-    return experts_->wait_for(first_ + expert, end);
-  }
   void release(k3::size expert) const noexcept override { experts_->release(first_ + expert); }
 
  private:

@@ -51,11 +51,6 @@ class ExpertSource {
   /// waits for itself.
   virtual ExpertWeights acquire(k3::size expert) const { return (*this)[expert]; }
   virtual void release(k3::size /*expert*/) const noexcept {}
-  /// As acquire, but its bytes may still be on their way; to be released also where waiting for them throws.
-  virtual ExpertWeights begin(k3::size expert) const { return acquire(expert); }
-  /// Waits until the bytes of an expert that was begun are there up to `end`, an address in or behind one of its
-  /// tensors. Returns up to where they are; null: all. In order of address.
-  virtual const void* wait_for(k3::size /*expert*/, const void* /*end*/) const { return nullptr; }
 };
 
 /// Experts whose weights lie ready in memory.

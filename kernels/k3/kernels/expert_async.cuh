@@ -56,6 +56,13 @@ __device__ __forceinline__ void expert_await(unsigned barrier, unsigned phase) {
                    : "memory");
   }
 }
+/// True in one lane of the warp, which all call: the compiler then knows that one copies, and makes no loop of it.
+__device__ __forceinline__ bool expert_elected() {
+  unsigned elected = 0;
+  if constexpr (expert_async)
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
+  return elected != 0;
+}
 /// Copies a multiple of 16 bytes, from and to such addresses.
 __device__ __forceinline__ void expert_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   if constexpr (expert_async)

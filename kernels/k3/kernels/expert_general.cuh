@@ -38,20 +38,20 @@ struct GeneralWeights<E2m1> {
 
 template <>
 struct GeneralWeights<PackedE2m1> {
-  const unsigned* words;
+  const uint2* words;
   const std::uint8_t* scales;
   unsigned row;
 
   __device__ GeneralWeights(const void* matrix, const std::uint8_t* scale, unsigned row_of_matrix, unsigned columns)
       : row(row_of_matrix % slab_rows) {
     const size slab = static_cast<size>(row_of_matrix / slab_rows) * (slab_rows * (columns / 32));
-    words = static_cast<const unsigned*>(matrix) + slab * 4;
+    words = static_cast<const uint2*>(matrix) + slab * 2;
     scales = scale + slab;
   }
   __device__ __forceinline__ float operator()(unsigned k) const {
     const unsigned block = k / 32;
-    const unsigned word = unpack_codes(__ldg(words + packed_codes_at(row, block) * 4 + k % 32 / 8));
-    return e2m1_value(static_cast<std::uint8_t>(word >> k % 8 * 4)) *
+    const uint2 two = unpack_codes(__ldg(words + packed_codes_at(row, block) * 2 + k % 32 / 16));
+    return e2m1_value(static_cast<std::uint8_t>((k % 16 < 8 ? two.x : two.y) >> k % 8 * 4)) *
            e8m0_value(__ldg(scales + packed_scale_at(row, block)));
   }
 };

@@ -10,30 +10,65 @@
 // layouts) and a slab into pieces of 512 columns: 16 blocks of 32 in each row. With block b = 4 * step + c:
 //   codes of a piece   [step 4][row 8][c 4][16 bytes]   lane 4 * row + c of a warp has 16 bytes of a contiguous 512
 //   scales of a piece  [row 8][c 4][step 4]             and its four scales are a word
-// In each 32-bit word (eight codes) the bits are permuted. A pair is codes i and i + 4, of which a tensor core takes
-// two bf16: sign at bit 15, the other three bits at 8 to 6, which is 2^-126 times the code's value. With
-// m = 0x81c081c0,
-//   pair 0 = w & m,  pair 1 = w << 4 & m,  pair 2 = (w rotated left by 10) & m,
-//   pair 3 = w << 6 & 0x80c080c0 | w >> 2 & 0x01000100:
-// nine operations for eight codes. No permutation needs fewer: the four places of a pair, modulo 16, do not tile the
-// 16 bits, so that a fifth shift of the word is needed and one pair has to be put together from two.
+// In two 32-bit words (16 codes) the bits are in another order. A pair is codes i and i + 4 of a released word, of
+// which a tensor core takes two bf16: sign at bit 15, the other three bits at 8 to 6, which is 2^-126 times the code's
+// value. `packed_pairs` makes eight pairs of two words in 15 operations: a mask each, six shifts and a permutation of
+// bytes. Moving bits alone takes 16: the four places of a pair, modulo 16, do not tile the 16 bits of half a word, so
+// that three pairs come from either word and two from what is left of both, one of these as a sum modulo 2 with bits of
+// others.
 namespace k3::kernel {
 
 inline constexpr unsigned slab_rows = 8, piece_columns = 512;
 inline constexpr unsigned piece_code_bytes = slab_rows * piece_columns / 2;
 inline constexpr unsigned piece_scale_bytes = slab_rows * piece_columns / 32;
 
-/// Eight codes as released (code i at bits 4i to 4i + 3) to the packed order.
-K3_HOST_DEVICE constexpr unsigned pack_codes(unsigned w) {
-  return (w << 12 & 0x80008000u) | (w << 6 & 0x01c001c0u) | (w << 4 & 0x08000800u) | (w >> 2 & 0x001c001cu) |
-         (w >> 6 & 0x02200220u) | ((w << 20 | w >> 12) & 0x70007000u) | (w >> 12 & 0x00030003u) |
-         (w >> 4 & 0x04000400u);
+/// Codes I and I + 4 of a released word as two bf16 of 2^-126 times their value: sign to bit 15, exponent and mantissa
+/// to bits 8 to 6, where E2M1's subnormal 0.5 is a bf16 subnormal.
+template <int I>
+__device__ __forceinline__ unsigned e2m1_pair(unsigned word) {
+  const unsigned sign = word << (12 - 4 * I);
+  const unsigned magnitude = I < 2 ? word << (I < 2 ? 6 - 4 * I : 0) : word >> (I < 2 ? 0 : 4 * I - 6);
+  return (sign & 0x80008000u) | (magnitude & 0x01c001c0u);
+}
+/// The four pairs of a released word.
+__device__ __forceinline__ void released_pairs(unsigned (&pair)[4], unsigned w) {
+  pair[0] = e2m1_pair<0>(w), pair[1] = e2m1_pair<1>(w), pair[2] = e2m1_pair<2>(w), pair[3] = e2m1_pair<3>(w);
+}
+__device__ __forceinline__ unsigned rotated_left(unsigned w, unsigned bits) { return __funnelshift_l(w, w, bits); }
+__device__ __forceinline__ unsigned rotated_right(unsigned w, unsigned bits) { return __funnelshift_r(w, w, bits); }
+
+/// The eight pairs of two packed words.
+__device__ __forceinline__ void packed_pairs(unsigned (&pair)[8], uint2 w) {
+  constexpr unsigned mask = 0x81c081c0u;
+  const unsigned turned = rotated_left(w.y, 6);
+  pair[0] = w.x << 2 & mask;
+  pair[1] = w.x << 6 & mask;
+  pair[2] = rotated_left(w.x, 12) & mask;
+  pair[3] = (w.x ^ turned) & mask;
+  pair[4] = w.y & mask;
+  pair[5] = w.y << 4 & mask;
+  pair[6] = rotated_left(w.y, 10) & mask;
+  pair[7] = __byte_perm(w.x, turned, 0x6341) & mask;
+}
+/// Sixteen codes as released (code i of a word at bits 4i to 4i + 3) to the packed order.
+__device__ __forceinline__ uint2 pack_codes(uint2 w) {
+  const unsigned summed = e2m1_pair<3>(w.x), mixed = e2m1_pair<3>(w.y);  // pairs 3 and 7
+  unsigned x = e2m1_pair<0>(w.x) >> 2 | e2m1_pair<1>(w.x) >> 6 | rotated_right(e2m1_pair<2>(w.x), 12) |
+               (mixed << 8 & 0xc000c000u);
+  unsigned y = e2m1_pair<0>(w.y) | e2m1_pair<1>(w.y) >> 4 | rotated_right(e2m1_pair<2>(w.y), 10) |
+               rotated_right(mixed >> 8 & 0x00810081u, 6);
+  x |= (summed ^ rotated_left(y, 6)) & 0x01800180u;
+  y |= rotated_right((summed ^ x) & 0x80408040u, 6);
+  return {x, y};
 }
 /// The inverse.
-K3_HOST_DEVICE constexpr unsigned unpack_codes(unsigned w) {
-  const unsigned crossed = w & 0x70007000u;
-  return (w >> 12 & 0x00080008u) | (w >> 6 & 0x00070007u) | (w >> 4 & 0x00800080u) | (w << 2 & 0x00700070u) |
-         (w << 6 & 0x88008800u) | (crossed >> 20 | crossed << 12) | (w << 12 & 0x30003000u) | (w << 4 & 0x40004000u);
+__device__ __forceinline__ uint2 unpack_codes(uint2 w) {
+  unsigned pair[8], words[2] = {0, 0};
+  packed_pairs(pair, w);
+#pragma unroll
+  for (unsigned i = 0; i < 8; ++i)
+    words[i / 4] |= ((pair[i] >> 12 & 0x00080008u) | (pair[i] >> 6 & 0x00070007u)) << i % 4 * 4;
+  return {words[0], words[1]};
 }
 
 /// Where block `block` of row `row` of a slab lies among the slab's pieces of 16 bytes, and where its scale.
@@ -85,11 +120,13 @@ __device__ __forceinline__ void repack_slab(const ExpertPointers& e, unsigned nu
     const unsigned row = i / blocks, block = i % blocks;
     if constexpr (Pack) {
       const uint4 v = slab[i];
-      codes_at[packed_codes_at(row, block)] = {pack_codes(v.x), pack_codes(v.y), pack_codes(v.z), pack_codes(v.w)};
+      const uint2 low = pack_codes({v.x, v.y}), high = pack_codes({v.z, v.w});
+      codes_at[packed_codes_at(row, block)] = {low.x, low.y, high.x, high.y};
       scales_at[packed_scale_at(row, block)] = slab_scales[i];
     } else {
       const uint4 v = slab[packed_codes_at(row, block)];
-      codes_at[i] = {unpack_codes(v.x), unpack_codes(v.y), unpack_codes(v.z), unpack_codes(v.w)};
+      const uint2 low = unpack_codes({v.x, v.y}), high = unpack_codes({v.z, v.w});
+      codes_at[i] = {low.x, low.y, high.x, high.y};
       scales_at[i] = slab_scales[packed_scale_at(row, block)];
     }
   }

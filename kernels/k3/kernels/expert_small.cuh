@@ -14,7 +14,7 @@ inline constexpr unsigned small_slot_bytes = 2 * (piece_code_bytes + piece_scale
 inline constexpr unsigned small_rows_bytes = 32 * 1024;  ///< most that the rows may take
 inline constexpr unsigned small_ring_bytes = stream_warps * small_slots * (small_slot_bytes + 8);
 
-/// A warp's slots, filled in order of its units' chunks. All lanes call; the first one copies.
+/// A warp's slots, filled in order of its units' chunks. All lanes call; one copies.
 struct SmallRing {
   const std::uint8_t *low, *high, *low_scale, *high_scale;  ///< the next chunk to fetch
   unsigned slots, barriers;                                 ///< addresses in shared memory
@@ -44,7 +44,7 @@ struct SmallRing {
     }
   }
   __device__ __forceinline__ void fetch() {
-    if (threadIdx.x % 32 == 0) {
+    if (expert_elected()) {
       const unsigned to = slots + fetch_slot * small_slot_bytes, barrier = barriers + fetch_slot * 8;
       expert_expect(barrier, small_slot_bytes);
       expert_copy(to, low, piece_code_bytes, barrier);

@@ -59,13 +59,17 @@ __device__ __forceinline__ void stream_step(float (&sum)[2][4], const uint4& low
   for (unsigned q = 0; q < 4; ++q) v[q] = *reinterpret_cast<const uint4*>(x + q * 32);
   const auto scale_of = [](unsigned s) { return Large ? E8m0Pair::any(s) : E8m0Pair{E8m0Pair::small(s), 0}; };
   const E8m0Pair low_pair = scale_of(low_scale), high_pair = scale_of(high_scale);
-  const unsigned low_word[4] = {low.x, low.y, low.z, low.w}, high_word[4] = {high.x, high.y, high.z, high.w};
+  const uint2 low_words[2] = {{low.x, low.y}, {low.z, low.w}}, high_words[2] = {{high.x, high.y}, {high.z, high.w}};
 #pragma unroll
-  for (unsigned q = 0; q < 4; ++q) {
-    unsigned p[4], r[4];
-    multiply_word<true, Large>(p, r, low_word[q], high_word[q], low_pair, high_pair);
-    multiply_add(sum[0], p[0], r[0], p[1], r[1], v[q].x, v[q].y);
-    multiply_add(sum[1], p[2], r[2], p[3], r[3], v[q].z, v[q].w);
+  for (unsigned two = 0; two < 2; ++two) {
+    unsigned p[8], r[8];
+    scaled_packed<Large>(p, r, low_words[two], high_words[two], low_pair, high_pair);
+#pragma unroll
+    for (unsigned i = 0; i < 2; ++i) {
+      const uint4& columns = v[2 * two + i];
+      multiply_add(sum[0], p[4 * i], r[4 * i], p[4 * i + 1], r[4 * i + 1], columns.x, columns.y);
+      multiply_add(sum[1], p[4 * i + 2], r[4 * i + 2], p[4 * i + 3], r[4 * i + 3], columns.z, columns.w);
+    }
   }
 }
 

@@ -35,42 +35,33 @@ struct E8m0Pair {
   }
 };
 
-/// Codes I and I + 4 of a released word as two bf16 of 2^-126 times their value: sign to bit 15, exponent and mantissa
-/// to bits 8 to 6, where E2M1's subnormal 0.5 is a bf16 subnormal.
-template <int I>
-__device__ __forceinline__ unsigned e2m1_pair(unsigned word) {
-  const unsigned sign = word << (12 - 4 * I);
-  const unsigned magnitude = I < 2 ? word << (I < 2 ? 6 - 4 * I : 0) : word >> (I < 2 ? 0 : 4 * I - 6);
-  return (sign & 0x80008000u) | (magnitude & 0x01c001c0u);
-}
-/// The four pairs of a word of either layout.
-template <bool Packed>
-__device__ __forceinline__ void e2m1_pairs(unsigned (&pair)[4], unsigned w) {
-  if constexpr (Packed) {
-    constexpr unsigned mask = 0x81c081c0u;
-    pair[0] = w & mask;
-    pair[1] = w << 4 & mask;
-    pair[2] = __funnelshift_l(w, w, 10) & mask;
-    pair[3] = (w << 6 & 0x80c080c0u) | (w >> 2 & 0x01000100u);
-  } else {
-    pair[0] = e2m1_pair<0>(w), pair[1] = e2m1_pair<1>(w), pair[2] = e2m1_pair<2>(w), pair[3] = e2m1_pair<3>(w);
-  }
-}
-
-/// sum += one word of codes of rows lane / 4 and lane / 4 + 8, eight columns in each lane, times those columns of x.
-/// `Large`: a scale may be above 128.
-template <bool Packed, bool Large>
-__device__ __forceinline__ void multiply_word(unsigned (&low)[4], unsigned (&high)[4], unsigned low_word,
-                                              unsigned high_word, const E8m0Pair& low_scale,
-                                              const E8m0Pair& high_scale) {
-  e2m1_pairs<Packed>(low, low_word);
-  e2m1_pairs<Packed>(high, high_word);
+/// Pairs of codes of rows lane / 4 and lane / 4 + 8 become scaled weights. `Large`: a scale may be above 128.
+template <bool Large, int Pairs>
+__device__ __forceinline__ void scale_pairs(unsigned (&low)[Pairs], unsigned (&high)[Pairs], const E8m0Pair& low_scale,
+                                            const E8m0Pair& high_scale) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < Pairs; ++i) {
     low[i] = multiply_pair(low[i], low_scale.first), high[i] = multiply_pair(high[i], high_scale.first);
     if constexpr (Large)
       low[i] = multiply_pair(low[i], low_scale.second), high[i] = multiply_pair(high[i], high_scale.second);
   }
+}
+/// Two packed words of either row as scaled weights in pairs.
+template <bool Large>
+__device__ __forceinline__ void scaled_packed(unsigned (&low)[8], unsigned (&high)[8], uint2 low_words,
+                                              uint2 high_words, const E8m0Pair& low_scale, const E8m0Pair& high_scale) {
+  packed_pairs(low, low_words);
+  packed_pairs(high, high_words);
+  scale_pairs<Large>(low, high, low_scale, high_scale);
+}
+/// One word of either row as released.
+template <bool Large>
+__device__ __forceinline__ void scaled_released(unsigned (&low)[4], unsigned (&high)[4], unsigned low_word,
+                                                unsigned high_word, const E8m0Pair& low_scale,
+                                                const E8m0Pair& high_scale) {
+  released_pairs(low, low_word);
+  released_pairs(high, high_word);
+  scale_pairs<Large>(low, high, low_scale, high_scale);
 }
 
 /// A lane's share of one row of MXFP4 codes: every fourth block of 32. Scaling sums instead of weights would need each
@@ -117,9 +108,7 @@ struct Mxfp4Weights {
   static __device__ __forceinline__ void scaled(float (&sum)[Tiles][2][4], const Piece& low, const Piece& high,
                                                 const bf16* const (&x)[Tiles], unsigned at, unsigned count) {
     const E8m0Pair low_scale = E8m0Pair::any(low.scale), high_scale = E8m0Pair::any(high.scale);
-    const auto word = [&](unsigned low_word, unsigned high_word, unsigned q) {
-      unsigned a[4], b[4];
-      multiply_word<Packed, Large>(a, b, low_word, high_word, low_scale, high_scale);
+    const auto add = [&](const unsigned* a, const unsigned* b, unsigned q) {
 #pragma unroll
       for (unsigned tile = 0; tile < Tiles; ++tile) {
         if (tile > 0 && tile * 8 >= count) break;
@@ -128,10 +117,20 @@ struct Mxfp4Weights {
         multiply_add(sum[tile][1], a[2], b[2], a[3], b[3], v.z, v.w);
       }
     };
-    word(low.codes.x, high.codes.x, 0);
-    word(low.codes.y, high.codes.y, 1);
-    word(low.codes.z, high.codes.z, 2);
-    word(low.codes.w, high.codes.w, 3);
+    const unsigned l[4] = {low.codes.x, low.codes.y, low.codes.z, low.codes.w};
+    const unsigned h[4] = {high.codes.x, high.codes.y, high.codes.z, high.codes.w};
+#pragma unroll
+    for (unsigned q = 0; q < 4; q += Packed ? 2 : 1) {
+      if constexpr (Packed) {
+        unsigned a[8], b[8];
+        scaled_packed<Large>(a, b, {l[q], l[q + 1]}, {h[q], h[q + 1]}, low_scale, high_scale);
+        add(a, b, q), add(a + 4, b + 4, q + 1);
+      } else {
+        unsigned a[4], b[4];
+        scaled_released<Large>(a, b, l[q], h[q], low_scale, high_scale);
+        add(a, b, q);
+      }
+    }
   }
   template <int Tiles>
   static __device__ __forceinline__ void multiply(float (&sum)[Tiles][2][4], const Piece& low, const Piece& high,

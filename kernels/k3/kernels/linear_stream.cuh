@@ -9,7 +9,8 @@
 // Products with weight matrices on sm_90a: weights stream through a ring in shared memory and are the 64-row operand of
 // wgmma, tokens the other. Blocks stay: each owns an equal run of units of 16 rows of weights and goes through it in
 // passes. Four warps fill the ring by tensor copies (of weights even before the kernel's input is there), four more for
-// every 64 rows of a pass multiply.
+// every 64 rows of a pass multiply. Memory gives 95 % of its rate where 128 bytes of a row are read at a time and 99 %
+// where it is 256, as measured: the two steps that hold them are fetched at once.
 //
 // `Split` 2: the two blocks of a cluster share the K of their units, two pieces each. For launches with so few rows
 // that the tensor cores' 64 would be badly filled and blocks unequal.
@@ -24,6 +25,7 @@ struct StreamArguments {
   LinearArguments<bf16> linear{};
   unsigned tile_units = 0;  ///< of a block in a pass
   unsigned passes = 0, slots = 0;
+  bool together = false;                       ///< two steps are fetched when both their slots are free: at least 3
   unsigned scratch_at = 0;                     ///< bytes from the ring on
   CUtensorMap x{};                             ///< boxes of `Tokens` rows
   CUtensorMap weight[linear_most_segments]{};  ///< boxes of 16 rows, of a gated segment 8
@@ -71,27 +73,29 @@ struct LinearRing {
   hopper::Barrier full[stream_most_slots], empty[stream_most_slots];
 };
 
-/// The four warps that fill the ring, each with every fourth unit.
+/// The four warps that fill the ring. Warps 0 and 2 have the even steps and 1 and 3 the odd ones, each pair every
+/// second unit. Two steps are neighbours in the weights' rows: fetched `together`, they are 256 bytes of each row at a
+/// time.
 template <int Tokens, int Split>
 struct StreamProducer {
   const StreamArguments& a;
   const StreamPart<Split>& part;
   LinearRing& ring;
   unsigned memory, slot_bytes;  // of the ring
-  unsigned lane = threadIdx.x % 32, fill_warp = threadIdx.x / 32 % stream_fill_warps;
+  unsigned lane = threadIdx.x % 32, fill_warp = threadIdx.x / 32 % stream_fill_warps, odd = fill_warp % 2;
 
   struct Place {
     unsigned group = 0, pass = 0, step = 0;  ///< a step of a pass over some tokens
   } weights_at{}, tokens_at{};
+  unsigned begun = ~0u;  ///< the pass that the following is of
   // This lane's box of every step of the pass, if it has one.
   const CUtensorMap* map = nullptr;
   unsigned row = 0, offset = 0;
   unsigned long long first = hopper::policy_first(), last = hopper::policy_last();
 
-  __device__ __forceinline__ void advance(Place& p) {
-    if (++p.step < part.steps) return;
-    p.step = 0;
-    if (++p.pass == a.passes) p.pass = 0, ++p.group;
+  __device__ __forceinline__ void advance(Place& p, unsigned steps) {
+    for (p.step += steps; p.step >= part.steps; p.step -= part.steps)
+      if (++p.pass == a.passes) p.pass = 0, ++p.group;
   }
 
   __device__ __forceinline__ unsigned units_of(unsigned pass) const {
@@ -99,14 +103,15 @@ struct StreamProducer {
     return from < part.end_unit ? detail::smaller(a.tile_units, part.end_unit - from) : 0;
   }
 
-  /// Of the warp's units, every fourth, lane l has the box of one; of gated ones lane 4 + l has the second half.
+  /// Lane l has the box of one of the warp's units; of gated ones lane 8 + l has the second half.
   __device__ __forceinline__ void begin_pass(unsigned pass) {
-    const unsigned place = lane % 4 * stream_fill_warps + fill_warp;
+    begun = pass;
+    const unsigned place = lane % 8 * 2 + fill_warp / 2;
     map = nullptr;
-    if (place >= units_of(pass) || lane >= 8) return;
+    if (place >= units_of(pass) || lane >= 16) return;
     unsigned unit = part.first_unit + pass * a.tile_units + place;
     const unsigned index = find_segment(a.linear, unit);
-    const bool glu = a.linear.segment[index].kind == LinearKind::glu, second = lane >= 4;
+    const bool glu = a.linear.segment[index].kind == LinearKind::glu, second = lane >= 8;
     if (second && !glu) return;
     map = second ? &a.up[index] : &a.weight[index];
     row = unit * (glu ? 8 : 16);
@@ -115,36 +120,44 @@ struct StreamProducer {
 
   __device__ __forceinline__ void fetch_weights(unsigned slot) {
     const Place& p = weights_at;
-    if (p.step == 0) begin_pass(p.pass);
-    if (lane == 0 && fill_warp == 0)
+    if (p.pass != begun) begin_pass(p.pass);
+    if (lane == 0 && fill_warp < 2)
       hopper::arrive_expecting(ring.full[slot], units_of(p.pass) * stream_unit_bytes + Tokens * stream_row_bytes);
     __syncwarp();
     if (map != nullptr)
       hopper::copy_box(memory + slot * slot_bytes + offset, map, (part.first_step + p.step) * stream_columns, row,
                        ring.full[slot], first);
-    advance(weights_at);
+    advance(weights_at, 2);
   }
 
   __device__ __forceinline__ void fetch_tokens(unsigned slot) {
     const Place& p = tokens_at;
-    if (lane == 0 && fill_warp == stream_fill_warps - 1)
+    if (lane == 0 && fill_warp >= 2)
       hopper::copy_box(memory + slot * slot_bytes + a.tile_units * stream_unit_bytes, &a.x,
                        (part.first_step + p.step) * stream_columns, p.group * Tokens, ring.full[slot], last);
-    advance(tokens_at);
+    advance(tokens_at, 2);
+  }
+
+  /// Until the slot of a step is free, and that of the next one where both are fetched together: it is freed later.
+  __device__ __forceinline__ void wait_for_slot(unsigned slot, unsigned phase) {
+    if (a.together && odd == 0 && ++slot == a.slots) slot = 0, phase ^= 1;
+    hopper::wait(ring.empty[slot], phase);
   }
 
   __device__ __forceinline__ void run() {
     const unsigned total = a.linear.groups * a.passes * part.steps, early = detail::smaller(total, a.slots);
-    for (unsigned i = 0; i < early; ++i) fetch_weights(i);
+    advance(weights_at, odd), advance(tokens_at, odd);
+    for (unsigned i = odd; i < early; i += 2) fetch_weights(i);
     wait_for_earlier();
-    for (unsigned i = 0; i < early; ++i) fetch_tokens(i);
+    unsigned i = odd;
+    for (; i < early; i += 2) fetch_tokens(i);
     if (lane == 0) let_later_start();
-    unsigned slot = 0, phase = 0;
-    for (unsigned i = early; i < total; ++i) {
-      hopper::wait(ring.empty[slot], phase);
+    unsigned slot = i - a.slots, phase = 0;
+    for (; i < total; i += 2) {
+      wait_for_slot(slot, phase);
       fetch_weights(slot);
       fetch_tokens(slot);
-      if (++slot == a.slots) slot = 0, phase ^= 1;
+      if ((slot += 2) >= a.slots) slot -= a.slots, phase ^= 1;
     }
   }
 };

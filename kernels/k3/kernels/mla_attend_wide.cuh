@@ -211,15 +211,11 @@ struct MlaWideBlock : MlaWideCopies<N> {
     if (missing) shared.missing = 1;
   }
 
-  /// Output of a row that is all here.
-  __device__ __forceinline__ void store_result(const MlaSegment& g) {
-    const bool missing = shared.missing;
-    sync_half();  // the sums are there
-    if (thread < own) shared.sum[half * own + thread] = missing ? 0.0f : 1 / shared.sum[half * own + thread];
-    group_sync<256>(3);
+  /// Output of a row that is all here; the sums are inverted.
+  __device__ __forceinline__ void store_result(unsigned row, bool missing) const {
     const unsigned head = lane % 4 * 2, column = half * 256 + warp * 16 + lane / 4;
     const unsigned heads = w.a.heads - group * N, stride = static_cast<unsigned>(w.a.out_head);
-    float* const out = w.a.out + g.row * w.a.out_row + group * N * w.a.out_head + column;
+    float* const out = w.a.out + row * w.a.out_row + group * N * w.a.out_head + column;
 #pragma unroll
     for (int j = 0; j < N / 8; ++j)
 #pragma unroll
@@ -234,32 +230,48 @@ struct MlaWideBlock : MlaWideCopies<N> {
             out[h * stride + c * 64 + i * 8] = missing ? 0.0f : o[c][4 * j + 2 * i + e] * factor;
       }
     if (threadIdx.x == 0 && group == 0) {
-      w.a.live[g.row] = !missing;
-      if (missing) w.a.rows.report(g.row);
+      w.a.live[row] = !missing;
+      if (missing) w.a.rows.report(row);
     }
   }
 
   /// Part of a row, for mla_combine_wide.
-  __device__ __forceinline__ void store_part(const MlaSegment& g) const {
-    const unsigned octets = w.octets();
-    float4* const out =
-        reinterpret_cast<float4*>(w.part) + ((g.place * size{8} + half * 4) * octets + group * (N / 8)) * 128 + thread;
-#pragma unroll
-    for (int c = 0; c < 4; ++c)
-#pragma unroll
-      for (int j = 0; j < N / 8; ++j)
-        out[(c * octets + j) * 128] = make_float4(o[c][4 * j], o[c][4 * j + 1], o[c][4 * j + 2], o[c][4 * j + 3]);
-    const unsigned head = half * own + thread;
-    if (thread < own)
-      w.stats[g.place * size{8} * octets + group * N + head] = {shared.max[head],
-                                                                shared.missing ? -1.0f : shared.sum[head]};
+  __device__ __forceinline__ void store_part(unsigned place) const {
+    mla_store_values<N>(w, ((place * size{w.octets()} + group * (N / 8)) * 4 + half * 2) * 128 + thread, o);
   }
 
-  __device__ __forceinline__ void run() {
+  /// Asks for the first tiles of the segment, whose queries may be there already.
+  __device__ __forceinline__ void start(const MlaRuns& runs, bool again) {
+    load_first(uniform(shared.segment.first), uniform(shared.segment.count), again);
+    if (threadIdx.x == 0) runs.look_ahead();
+    check_pages(shared.segment);
+  }
+  /// Stores what the segment gave while the next one's first tiles come.
+  __device__ __forceinline__ void finish(const MlaRuns& runs) {
+    const MlaSegment& g = shared.segment;
+    const unsigned row = g.row, place = g.place, whole = g.whole, head = half * own + thread;
+    const bool missing = shared.missing;
+    group_sync<256>(3);  // the sums are there, the operands no longer needed
+    runs.advance();
+    if (thread < own) {
+      const float sum = shared.sum[head];
+      if (whole)
+        shared.sum[head] = missing ? 0.0f : 1 / sum;
+      else
+        w.stats[place * size{8} * w.octets() + group * N + head] = {shared.max[head], missing ? -1.0f : sum};
+      shared.max[head] = SoftmaxState<float>::no_max;
+    }
+    group_sync<256>(3);
+    if (g.count > 0) start(runs, g.row == row);
+    if (whole)
+      store_result(row, missing);
+    else
+      store_part(place);
+  }
+
+  __device__ __forceinline__ void run(const MlaRuns& runs) {
     const MlaSegment& g = shared.segment;
     const unsigned first = uniform(g.first), count = uniform(g.count);
-    load_first(first, count);
-    check_pages(g);
     compute_first_scores(at);
     compute_other_scores(at, ordinal);
     wgmma_wait<0>();
@@ -296,12 +308,7 @@ struct MlaWideBlock : MlaWideCopies<N> {
       at = ahead;
       ++ordinal;
     }
-    if (!g.whole) {
-      sync_half();  // the sums are there
-      store_part(g);
-    } else {
-      store_result(g);
-    }
+    finish(runs);
   }
 };
 
@@ -325,14 +332,12 @@ __device__ __forceinline__ void mla_wide_run(const MlaWideArguments& w, const CU
   const MlaRuns runs{w, shared.control, detail::larger(gridDim.x / groups, 1u), blockIdx.x / groups};
   runs.make(row);
   MlaWideBlock<N> block(w, shared, q_map, kv_map, blockIdx.x % groups);
-  while (true) {
-    if (threadIdx.x < N) shared.control.max[threadIdx.x] = SoftmaxState<float>::no_max;
-    __syncthreads();
-    if (uniform(shared.control.segment.count) == 0) break;
-    block.run();
-    __syncthreads();
-    if (threadIdx.x == 0) runs.next();
-  }
+  if (threadIdx.x < N) shared.control.max[threadIdx.x] = SoftmaxState<float>::no_max;
+  __syncthreads();
+  if (uniform(shared.control.segment.count) == 0) return;
+  block.start(runs, false);
+  do block.run(runs);
+  while (uniform(shared.control.segment.count) > 0);
 }
 
 /// Grid: a block to a multiprocessor, at least one for 48 heads. Where there are few tiles 48 heads to a block are
@@ -355,7 +360,7 @@ static __global__ void __launch_bounds__(mla_wide_threads, 1)
     start_next();
     MlaRow row;
     if (threadIdx.x < w.a.rows.count) row = w.a.rows.find(threadIdx.x, w.a.cache);
-    const unsigned tiles = MlaRuns::tiles(row), most = mla_wide_few * gridDim.x;
+    const unsigned tiles = MlaRuns::tiles(row), most = mla_wide_few(w.independent, w.a.rows.count) * gridDim.x;
     // Saturated, so that the sum of all threads does not wrap.
     const unsigned sum = __reduce_add_sync(full_warp, detail::smaller(tiles, most + 1));
     unsigned* const sums = reinterpret_cast<unsigned*>(shared.max);

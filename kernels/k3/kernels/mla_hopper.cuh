@@ -80,6 +80,16 @@ __device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int x
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
+/// Registers of each thread of a warpgroup from here on.
+template <int Count>
+__device__ __forceinline__ void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+}
+template <int Count>
+__device__ __forceinline__ void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+}
+
 /// Ordinary stores to shared memory become visible to matrix products and copies.
 __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -87,6 +97,16 @@ __device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.
 __device__ __forceinline__ void store_transposed(unsigned address, unsigned a, unsigned b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
                : "memory");
+}
+/// Four of them; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void store_transposed(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+/// A store in the order of the program, so that few registers hold what it needs.
+__device__ __forceinline__ void store_float(float* to, float x) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
 }
 /// Two bf16, the first in the lower half.
 __device__ __forceinline__ unsigned pack_bf16(float low, float high) {

@@ -79,14 +79,16 @@ struct MlaWideCopies {
                static_cast<int>(group * N + lane * 48), static_cast<int>(shared.segment.row), &shared.full[slot]);
     __syncwarp();
   }
-  /// The queries and as many pieces as there is room for, those of this warp.
-  __device__ __forceinline__ void load_first(unsigned first, unsigned count) {
-    const unsigned slot = half * ring + at.slot(warp), column = half * 4 + warp;
-    load_queries(slot, column);
-    if (keys) load_queries(2 * ring, 8);
+  /// As many pieces as there is room for, those of this warp, and the queries unless they are there.
+  __device__ __forceinline__ void load_first(unsigned first, unsigned count, bool again) {
+    const unsigned slot = half * ring + at.slot(warp), column = half * 4 + warp, queries = again ? 0 : N * 128;
+    if (!again) {
+      load_queries(slot, column);
+      if (keys) load_queries(2 * ring, 8);
+    }
     const MlaPlace place = place_of(first), second = count > 1 ? after(place) : place;
-    load(slot, column, place, N * 128);
-    if (keys) load(2 * ring, 8, place, N * 128);
+    load(slot, column, place, queries);
+    if (keys) load(2 * ring, 8, place, queries);
     if (4 + warp < ring && count > 1) load(half * ring + at.slot(4 + warp), column, second);
     key_place = second;
     next_place = later > 1 && count > 2 ? after(second) : second;
