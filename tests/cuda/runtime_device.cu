@@ -210,8 +210,8 @@ std::vector<std::string> faults_of_pass_nodes(const K3CpuModel& model) {
     if (got != want) faults.push_back(std::to_string(got) + " " + what + ", not " + std::to_string(want));
   };
   Sequences direct(model), held(model);
-  const std::vector<id> tokens{3,
-                               14};  // the logits of one of two rows: a pass that the decoder does not capture itself
+  // The logits of one of two rows: a pass that the decoder does not capture itself.
+  const std::vector<id> tokens{3, 14};
   direct.take(0, tokens, true);
   const cudaGraph_t graph = captured(held.stream, [&] { held.take(0, tokens, true); });
   size_t count = 0;

@@ -147,10 +147,10 @@ TEST_CASE("the latent kernel: pages and what lies behind a row change no bit", "
 }
 
 TEST_CASE("the latent kernel: a row's bits do not depend on its batch", "[gpu][mla]") {
-  // All of them have 96 heads to a block, a few alone 48.
+  // All of them go through mla_attend_wide with 96 heads to a block, nine with 48, one and two through mla_attend_few.
   std::vector<size> lengths{4200, 1, 63, 64, 65, 129};
   for (size r = 0; r < 22; ++r) lengths.push_back(1400 + 13 * r);
-  if (small_only()) lengths = {70, 1, 64, 130, 5, 9, 300};
+  if (small_only()) lengths = {70, 1, 64, 130, 5, 9, 300, 2, 65};
   const MlaDeviceInputs in = batch_of(mla_geometry_of(96, 16, 64, 16, 512), lengths, 26, 0, 64);
   const size n = mla_v_width(in.g);
   const auto all = mla_on_device<bf16>(in).out;

@@ -58,7 +58,8 @@ class DeviceHybridCache {
     }
   }
 
-  /// Bytes of device memory of such a cache. Throws invalid_argument where they do not fit 64 bits.
+  /// Bytes of the states and latents that such a cache keeps on the device; block tables and what CUDA rounds up come
+  /// to it. Throws invalid_argument where they do not fit 64 bits.
   static size bytes_needed(const K3Graph& graph, const KdaConfig& kda, const MlaConfig& mla, size slots, size capacity,
                            const Environment& switches = environment()) {
     K3Graph resident = graph;

@@ -183,12 +183,13 @@ void mla_absorb_query(const gpu& exec, G geometry, const Q& q, const AnyMatrix<M
 }
 
 /// The host's mla_attend on the device: bf16 on tensor cores where kv_lora_rank is at most 512, everything else in
-/// float. On sm_90a latents of 512 and keys of 576 with more than 16 heads take mla_attend_wide, where pages are
-/// multiples of 8 positions or a slot is one page. A row's context is cut by its own length, there into at most 32
-/// parts, elsewhere into 64; no other row, capacity, or page size within one kernel changes a bit. With
-/// gpu::independent false the parts of that kernel depend on the whole batch, which is faster. Rows whose slot,
-/// position or pages are not there give zeros and RowStatus::bad_slot. Shapes as on the host, o_latent float. Accuracy
-/// and cost: those of mla_decode_token.
+/// float. On sm_90a latents of 512 and keys of 576 with more than 16 heads take mla_attend_few or, for many rows,
+/// mla_attend_wide (the same bits), where pages are multiples of 8 positions or a slot is one page, and memory is
+/// aligned to 16 bytes. A row's context is cut by its own length: there into at most 32 parts, 64 from 65,473 positions
+/// on, whose values are kept in 16 bits (2^-15 of the largest of 8); elsewhere into at most 64, in float. No other row,
+/// capacity, or page size within one kernel changes a bit. With gpu::independent false the parts of those two kernels
+/// depend on the whole batch, which is faster. Rows whose slot, position or pages are not there give zeros and
+/// RowStatus::bad_slot. Shapes as on the host, o_latent float. Accuracy and cost: those of mla_decode_token.
 template <mla_geometry G, device_tensor<3> Q, class T, precision P, writable_device_tensor<3> Out>
   requires(std::same_as<typename Q::value_type, T> && std::same_as<typename P::activation, T>)
 void mla_attend(const gpu& exec, G geometry, const Q& q_latent, const MlaKvView<T, MemorySpace::device>& kv,
@@ -266,7 +267,8 @@ void mla_expand_values(const gpu& exec, G geometry, const O& o_latent, const Any
 /// sequence alone. May be captured: the launch depends on the number of rows and the cache's capacity only. Throws
 /// invalid_argument for what the arguments show, before anything is launched. Accuracy: float within 2e-6 of double, of
 /// the largest output up to 1000 positions; bf16 within 5e-3 (relative L2) of the host's. Cost: kv_b once, and
-/// of each row's positions 1152 bytes once per 48 heads at the released geometry.
+/// of each row's positions 1152 bytes once per 96 heads, per 48 in calls of few rows or tiles, at the released
+/// geometry.
 template <mla_geometry G, device_tensor<2> Q, device_tensor<2> KvA, device_tensor<2> Gate, class T, precision P,
           writable_device_tensor<2> Out>
   requires(std::same_as<typename Out::value_type, T> && std::same_as<typename Q::value_type, T> &&

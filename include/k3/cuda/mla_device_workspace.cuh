@@ -132,7 +132,7 @@ class MlaDeviceWorkspace {
   /// Tiles of the cache in shared memory, 0 where the tensor-core kernel does not fit this geometry or device.
   unsigned stages() const { return stages_; }
 
-  /// Of mla_attend_wide, false where it does not apply.
+  /// Of mla_attend_wide and mla_attend_few, false where they do not apply.
   const detail::MlaWideWorkspace& wide() const { return wide_; }
 
   /// Throws invalid_argument where the workspace was made for another geometry, for fewer rows or shorter ones.

@@ -7,8 +7,8 @@
 #include <k3/kernels/mla_combine_wide.cuh>
 #include <k3/ops/mla_kv.hpp>
 
-// What the host does for mla_attend_wide: where it applies, its partial results, and the descriptions of tensors that
-// its copies take.
+// What the host does for mla_attend_wide and mla_attend_few: where they apply, their partial results, and the
+// descriptions of tensors that their copies take.
 namespace k3::detail {
 
 using TensorMapEncoder = decltype(&cuTensorMapEncodeTiled);
@@ -49,8 +49,8 @@ inline unsigned mla_boxes(size page_size, size blocks) {
   return blocks == 1 ? 1 : 0;
 }
 
-/// What mla_attend_wide leaves to mla_combine_wide: of at most two rows of each block a part, or, where rows are cut by
-/// their own length, as many for each of some rows. Its size does not depend on the batch or the context.
+/// What these kernels leave to mla_combine_wide: two parts of each block at most, or, where rows are cut by their own
+/// length, as many for each of some rows. Its size does not depend on the batch or the context.
 class MlaWideWorkspace {
  public:
   MlaWideWorkspace() = default;
@@ -128,7 +128,7 @@ void mla_launch_after(const gpu& exec, void (*function)(Parameter...), dim3 grid
              cudaLaunchKernelEx(&config, function, static_cast<Parameter>(argument)...));
 }
 
-/// Up to so many rows mla_attend_few is faster, from there on mla_attend_wide; a row's bits are the same.
+/// Up to so many rows mla_attend_few is faster, above them mla_attend_wide; a row's bits are the same.
 constexpr unsigned mla_few_rows(bool independent) { return independent ? 8 : 64; }
 
 /// Rows of at most MlaWideWorkspace::rows.

@@ -333,7 +333,7 @@ class StreamedExperts {
   std::vector<detail::BoundExpert> experts_;
   size read_bytes_, slot_bytes_ = 0, floor_ = 0;
   detail::SlotMemory memory_;         // [slots, slot_bytes]
-  std::vector<std::byte> unrelated_;  // more than a processor's own cache holds; empty where no device copies
+  std::vector<std::byte> unrelated_;  // more than a processor's own cache holds; empty but for a window
 
   mutable std::mutex mutex_;
   std::condition_variable changed_, work_;  // a slot is read or free; there are reads, or no more

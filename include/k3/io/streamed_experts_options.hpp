@@ -16,8 +16,8 @@ struct StreamingOptions {
   int readers = most_readers();     ///< threads that read, and so reads in flight
   size read_bytes = size{9} << 15;  ///< longest read: an expert of the released model is 60
   /// Where not 0: so many slots instead of `memory`, and no floor, for a user that holds fewer at a time. A window for
-  /// a GPU to copy from: small enough to stay in the processor's cache, which makes copies half as fast again, and
-  /// at least 4 for each K3DeviceModel that streams from it, which keeps them between its layers.
+  /// a GPU to copy from: small enough to stay in the processor's cache, which makes copies one and a half times as
+  /// fast, and at least 4 for each K3DeviceModel that streams from it, which keeps them between its layers.
   size window = 0;
   /// Where the memory comes from, page-locked memory for a GPU to copy from; null: the heap. May give null.
   std::function<std::shared_ptr<std::byte>(size bytes)> allocate{};

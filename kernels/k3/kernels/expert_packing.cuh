@@ -37,7 +37,10 @@ __device__ __forceinline__ void released_pairs(unsigned (&pair)[4], unsigned w) 
 __device__ __forceinline__ unsigned rotated_left(unsigned w, unsigned bits) { return __funnelshift_l(w, w, bits); }
 __device__ __forceinline__ unsigned rotated_right(unsigned w, unsigned bits) { return __funnelshift_r(w, w, bits); }
 
-/// The eight pairs of two packed words.
+/// The eight pairs of two packed words. Pairs 0 to 2 are in x and 4 to 6 in y, which leaves bits 15, 14, 8, 7 of x's
+/// halves and 10, 9, 1, 0 of y's. Pair 7 takes 15 and 14 of x and 10 and 1 of y, and comes from bytes of x and of y
+/// rotated by 6. Pair 3 is x ^ that: its bits 8 and 7 are chosen in x, 15 and 6 in y, so that the sum is right whatever
+/// the other word has in these places.
 __device__ __forceinline__ void packed_pairs(unsigned (&pair)[8], uint2 w) {
   constexpr unsigned mask = 0x81c081c0u;
   const unsigned turned = rotated_left(w.y, 6);

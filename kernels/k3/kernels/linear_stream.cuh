@@ -10,7 +10,8 @@
 // wgmma, tokens the other. Blocks stay: each owns an equal run of units of 16 rows of weights and goes through it in
 // passes. Four warps fill the ring by tensor copies (of weights even before the kernel's input is there), four more for
 // every 64 rows of a pass multiply. Memory gives 95 % of its rate where 128 bytes of a row are read at a time and 99 %
-// where it is 256, as measured: the two steps that hold them are fetched at once.
+// where it is 256, as measured. So the two steps that hold them are fetched at once, `together`, unless tensor cores
+// are the limit.
 //
 // `Split` 2: the two blocks of a cluster share the K of their units, two pieces each. For launches with so few rows
 // that the tensor cores' 64 would be badly filled and blocks unequal.
@@ -25,9 +26,9 @@ struct StreamArguments {
   LinearArguments<bf16> linear{};
   unsigned tile_units = 0;  ///< of a block in a pass
   unsigned passes = 0, slots = 0;
-  bool together = false;                       ///< two steps are fetched when both their slots are free: at least 3
-  unsigned scratch_at = 0;                     ///< bytes from the ring on
-  CUtensorMap x{};                             ///< boxes of `Tokens` rows
+  bool together = false;    ///< two steps are fetched at once, when both their slots are free; needs 3
+  unsigned scratch_at = 0;  ///< bytes from the ring on
+  CUtensorMap x{};          ///< boxes of `Tokens` rows
   CUtensorMap weight[linear_most_segments]{};  ///< boxes of 16 rows, of a gated segment 8
   CUtensorMap up[linear_most_segments]{};
 };

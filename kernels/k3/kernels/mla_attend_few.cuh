@@ -39,7 +39,7 @@ struct MlaFewScores : MlaFewPart {
     }
     wgmma_commit();
     wgmma_wait<0>();
-    if (lane == 0) barrier_arrive(&memory.empty[half][8]);
+    release(half, 8);
   }
 
   /// The last tile of a row: scores of positions from `valid` on are none, and their values zeros.
@@ -56,6 +56,7 @@ struct MlaFewScores : MlaFewPart {
   /// Raises the maxima of heads that a score exceeds by too much.
   __device__ __forceinline__ void raise() {
     barrier_wait(&memory.weights_empty[half], parity() ^ 1);  // nobody reads weights and factors of two tiles before
+    // Where the weights will be is free until then: scratch memory.
     float(&largest_of)[4][48] = *reinterpret_cast<float(*)[4][48]>(memory.weights[half]);
 #pragma unroll
     for (int j = 0; j < 6; ++j)
@@ -105,7 +106,7 @@ struct MlaFewScores : MlaFewPart {
       raise();
       exponentiate(packed);
     }
-    if (lane == 0) barrier_arrive(&memory.decided[half]);
+    barrier_arrive(&memory.decided[half]);
     barrier_wait(&memory.weights_empty[half], parity() ^ 1);
     if (thread == 0) memory.rescale[half] = raised;
     const unsigned head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
@@ -114,8 +115,7 @@ struct MlaFewScores : MlaFewPart {
     for (int j = 0; j < 3; ++j)
       store_transposed(to + j * 2048, packed[4 * j], packed[4 * j + 1], packed[4 * j + 2], packed[4 * j + 3]);
     async_fence();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&memory.weights_full[half]);
+    barrier_arrive(&memory.weights_full[half]);
   }
 
   __device__ __forceinline__ void run() {
@@ -134,7 +134,7 @@ struct MlaFewScores : MlaFewPart {
       if (valid < mla_tile) clear_tail(valid);
       compute_weights(i == 0);
     }
-    ordinal -= i - count;
+    ordinal -= i - count;  // tiles of the whole segment, as the other warpgroups count them
   }
 };
 
@@ -144,8 +144,6 @@ struct MlaFewValues : MlaFewPart {
   static constexpr unsigned own = mla_few_heads / 2;  // heads whose weights it adds
   float o[4][24];  // values: columns (half * 4 + c) * 64 + warp * 16 + lane / 4 (+ 8), heads 8 j + lane % 4 * 2 (+ 1)
 
-  __device__ __forceinline__ void sync_half() const { group_sync<128>(3 + half); }
-
   /// The queries and the first two tiles, this warp's columns.
   __device__ __forceinline__ void load_first(unsigned first, unsigned count) const {
     const unsigned column = half * 4 + warp, buffer = ordinal % 2;
@@ -153,10 +151,6 @@ struct MlaFewValues : MlaFewPart {
     const MlaFewPlace place = place_of(first, lane), second = place_of(first + 1, lane);
     load(buffer, column, place);
     if (count > 1) load(buffer ^ 1, column, second);
-  }
-  /// This warp is done with 64 columns.
-  __device__ __forceinline__ void release(unsigned i) const {
-    if (lane == 0) barrier_arrive(&memory.empty[ordinal % 2][half * 4 + i]);
   }
 
   __device__ __forceinline__ void rescale() {
@@ -201,20 +195,9 @@ struct MlaFewValues : MlaFewPart {
         __fmaf_rn(before, memory.rescale[ordinal % 2] ? memory.factor[ordinal % 2][head] : 1.0f, sum);
   }
 
-  /// Whether all pages of the segment are there.
-  __device__ __forceinline__ void check_pages(const MlaSegment& g) const {
-    const MlaCache<const bf16>& cache = w.a.cache;
-    const unsigned last = detail::smaller((g.first + g.count) * mla_tile, g.length) - 1;
-    bool missing = false;
-    for (unsigned i = g.first * mla_tile / cache.page_size + threadIdx.x; i <= last / cache.page_size; i += 256)
-      missing = missing || g.table[i] < 0 || static_cast<size>(g.table[i]) >= cache.page_count;
-    if (missing) memory.control.missing = 1;
-  }
-
   /// Output of a row that is all here.
   __device__ __forceinline__ void store_result(const MlaSegment& g) {
     const bool missing = memory.control.missing;
-    sync_half();  // the sums are there
     if (thread < own)
       memory.control.sum[half * own + thread] = missing ? 0.0f : 1 / memory.control.sum[half * own + thread];
     group_sync<256>(5);
@@ -254,27 +237,27 @@ struct MlaFewValues : MlaFewPart {
     const MlaSegment& g = memory.control.segment;
     const unsigned first = uniform(g.first), count = uniform(g.count);
     load_first(first, count);
-    check_pages(g);
+    mla_check_pages(w, memory.control);
     for (unsigned i = 0; i < count; ++i, ++ordinal) {
       barrier_wait(&memory.weights_full[ordinal % 2], parity());
       if (i > 0 && memory.rescale[ordinal % 2]) rescale();
       add_values(0, i == 0);
       add_values(1, i == 0);
       wgmma_wait<1>();
-      release(0);
+      release(ordinal % 2, half * 4 + 0);
       add_values(2, i == 0);
       wgmma_wait<1>();
-      release(1);
+      release(ordinal % 2, half * 4 + 1);
       add_values(3, i == 0);
       wgmma_wait<1>();
-      release(2);
+      release(ordinal % 2, half * 4 + 2);
       add_weights(i == 0);
       wgmma_wait<0>();
-      release(3);
-      if (lane == 0) barrier_arrive(&memory.weights_empty[ordinal % 2]);
+      release(ordinal % 2, half * 4 + 3);
+      barrier_arrive(&memory.weights_empty[ordinal % 2]);
     }
+    group_sync<256>(5);  // the sums are there, and what either half has found of the pages
     if (!g.whole) {
-      sync_half();  // the sums are there
       store_part(g);
     } else {
       store_result(g);
@@ -286,14 +269,19 @@ struct MlaFewValues : MlaFewPart {
 template <class Part>
 __device__ __forceinline__ void mla_few_run(Part part, const MlaRuns& runs) {
   MlaWideControl& control = part.memory.control;
+  unsigned phase = 0;
+  const auto sync_all = [&] {  // warpgroups are at different places of the code, so not by __syncthreads
+    barrier_arrive(&part.memory.all);
+    barrier_wait(&part.memory.all, phase++ % 2);
+  };
   while (true) {
     if (threadIdx.x < mla_few_heads) control.max[threadIdx.x] = SoftmaxState<float>::no_max;
-    group_sync<mla_few_threads>(0);
+    sync_all();
     if (uniform(control.segment.count) == 0) break;
     if (threadIdx.x == mla_few_threads - 128) runs.look_ahead();
     __syncwarp();
     part.run();
-    group_sync<mla_few_threads>(0);
+    sync_all();
     runs.advance();
   }
 }
@@ -311,11 +299,12 @@ static __global__ void __launch_bounds__(mla_few_threads, 1)
       for (unsigned i = 0; i < 2; ++i) {
         for (MlaBarrier& full : memory.full[i]) barrier_init(&full, 1);
         for (MlaBarrier& empty : memory.empty[i]) barrier_init(&empty, 4);
-        barrier_init(&memory.weights_full[i], 4);
-        barrier_init(&memory.weights_empty[i], 8);
-        barrier_init(&memory.decided[i], 4);
+        barrier_init(&memory.weights_full[i], 128);
+        barrier_init(&memory.weights_empty[i], 256);
+        barrier_init(&memory.decided[i], 128);
       }
       barrier_init(&memory.queries, 9);
+      barrier_init(&memory.all, mla_few_threads);
       barrier_init_fence();
     }
     wait_for_previous();
@@ -326,6 +315,8 @@ static __global__ void __launch_bounds__(mla_few_threads, 1)
     const MlaRuns runs{w, memory.control, detail::larger(gridDim.x / groups, 1u), blockIdx.x / groups};
     runs.make(row);
     const unsigned role = uniform(threadIdx.x / 128);
+    // 640 threads begin with 96 registers each (640 * 96 = 256 * 128 + 256 * 96 + 128 * 32); what the copies give up
+    // goes to the values.
     if (role < 2) {
       more_registers<128>();
       mla_few_run(MlaFewValues(w, memory, &q_map, &kv_map, group, role), runs);

@@ -14,7 +14,7 @@
 // these values refills as soon as it has added one; the key part has a place of its own. Scores of the next tile are
 // computed while the values of this one are added.
 //
-// A head's weights are relative to a maximum that is only raised when a score exceeds it by more than 2^8, so values
+// A head's weights are relative to a maximum that is only raised when a weight would be above 2^8, so values
 // seldom have to be rescaled. Each head decides for itself: its bits do not depend on the others of the block.
 namespace k3::kernel {
 
@@ -201,16 +201,6 @@ struct MlaWideBlock : MlaWideCopies<N> {
     shared.sum[head] = __fmaf_rn(before, shared.rescale[half] ? shared.factor[head] : 1.0f, sum);
   }
 
-  /// Whether all pages of the segment are there.
-  __device__ __forceinline__ void check_pages(const MlaSegment& g) const {
-    const MlaCache<const bf16>& cache = w.a.cache;
-    const unsigned last = detail::smaller((g.first + g.count) * mla_tile, g.length) - 1;
-    bool missing = false;
-    for (unsigned i = g.first * mla_tile / cache.page_size + threadIdx.x; i <= last / cache.page_size; i += 256)
-      missing = missing || g.table[i] < 0 || static_cast<size>(g.table[i]) >= cache.page_count;
-    if (missing) shared.missing = 1;
-  }
-
   /// Output of a row that is all here; the sums are inverted.
   __device__ __forceinline__ void store_result(unsigned row, bool missing) const {
     const unsigned head = lane % 4 * 2, column = half * 256 + warp * 16 + lane / 4;
@@ -244,7 +234,7 @@ struct MlaWideBlock : MlaWideCopies<N> {
   __device__ __forceinline__ void start(const MlaRuns& runs, bool again) {
     load_first(uniform(shared.segment.first), uniform(shared.segment.count), again);
     if (threadIdx.x == 0) runs.look_ahead();
-    check_pages(shared.segment);
+    mla_check_pages(w, shared);
   }
   /// Stores what the segment gave while the next one's first tiles come.
   __device__ __forceinline__ void finish(const MlaRuns& runs) {
@@ -360,7 +350,7 @@ static __global__ void __launch_bounds__(mla_wide_threads, 1)
     start_next();
     MlaRow row;
     if (threadIdx.x < w.a.rows.count) row = w.a.rows.find(threadIdx.x, w.a.cache);
-    const unsigned tiles = MlaRuns::tiles(row), most = mla_wide_few(w.independent, w.a.rows.count) * gridDim.x;
+    const unsigned tiles = MlaRuns::tiles(row), most = mla_wide_few(w.independent) * gridDim.x;
     // Saturated, so that the sum of all threads does not wrap.
     const unsigned sum = __reduce_add_sync(full_warp, detail::smaller(tiles, most + 1));
     unsigned* const sums = reinterpret_cast<unsigned*>(shared.max);

@@ -9,7 +9,7 @@
 // The positions of a row are cut into tiles of 64 and its tiles into at most 64 splits of equal size, by the row's own
 // length alone. A split has a softmax of its own; splits are joined in their order by mla_join. Who computes which
 // split, and whether the joining happens in the same block or in another kernel, changes no bit.
-// mla_attend_wide cuts rows in its own way: mla_wide_runs.cuh.
+// mla_attend_wide and mla_attend_few cut rows in their own way: mla_wide_runs.cuh.
 namespace k3::kernel {
 
 inline constexpr unsigned mla_tile = 64;         ///< positions

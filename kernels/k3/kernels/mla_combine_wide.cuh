@@ -7,8 +7,8 @@
 namespace k3::kernel {
 
 inline constexpr unsigned mla_wide_parts = 256;  ///< of a row, at most
-/// Eight parts in a row are one chain of sums; every eighth of these chains continues the same one. The chains are
-/// added in their order.
+/// Parts 8 c to 8 c + 7 are added in one chain; chain c + 8 continues chain c, and so on. The 8 chains are added in
+/// their order.
 inline constexpr unsigned mla_chain = 8, mla_chains = 8;
 
 /// A row to be joined.

@@ -12,11 +12,13 @@ inline constexpr unsigned mla_few_threads = 640, mla_few_heads = 48;
 
 /// Two tiles are there, even and odd ones.
 struct MlaFewShared {
-  alignas(1024) MlaWideControl control;  // its barriers are not used
-  MlaBarrier full[2][9], empty[2][9];    // of pieces: they are there, nobody reads them any more
+  alignas(1024) MlaWideControl control;  // its barriers, factor and rescale are not used: they are below, for two tiles
+  MlaBarrier full[2][9], empty[2][9];    // of pieces: they are there, no warp needs them any more
+  MlaBarrier queries;                    // of a segment are there
+  // These order ordinary accesses to shared memory: every thread arrives, since that is what racecheck sees.
   MlaBarrier weights_full[2], weights_empty[2];
   MlaBarrier decided[2];  // the maxima that a tile's weights are relative to
-  MlaBarrier queries;     // of a segment are there
+  MlaBarrier all;         // threads of the block
   float factor[2][mla_few_heads];
   unsigned rescale[2];
   alignas(1024) unsigned char q[9][mla_few_heads * 128];
@@ -63,6 +65,11 @@ struct MlaFewPart {
   }
   /// Of barriers that are passed once for every second tile.
   __device__ __forceinline__ unsigned parity() const { return ordinal / 2 % 2; }
+
+  /// This warp's matrix products no longer need a piece.
+  __device__ __forceinline__ void release(unsigned buffer, unsigned column) const {
+    if (lane == 0) barrier_arrive(&memory.empty[buffer][column]);
+  }
 
   /// Where a box of a tile is. Of a tile that ends behind the row's last page, the rest comes from that one, and is not
   /// used.

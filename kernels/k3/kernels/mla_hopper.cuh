@@ -9,7 +9,7 @@
 // tensor tiles that complete on them, and matrix products of a warpgroup whose operands lie in shared memory.
 namespace k3::kernel {
 
-/// Whether this compilation's target has them. Elsewhere the kernel that uses them is empty, see mla_hopper_mark.
+/// Whether this compilation's target has them. Elsewhere the kernels that use them are empty, see mla_wide_probe.
 inline constexpr bool mla_on_hopper = architecture::warpgroup_products;
 
 /// Of a programmatic launch: returns when the kernel before is done, and lets the one behind start.

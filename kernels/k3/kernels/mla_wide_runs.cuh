@@ -4,18 +4,16 @@
 #include <k3/kernels/mla_cache.cuh>
 #include <k3/kernels/mla_hopper.cuh>
 
-// Which block of mla_attend_wide takes which tiles of which row, and what it keeps in shared memory.
+// Which block of mla_attend_wide or mla_attend_few takes which tiles of which row, and what it keeps in shared memory.
 namespace k3::kernel {
 
 inline constexpr unsigned mla_wide_latent = 512, mla_wide_width = 576;
 inline constexpr unsigned mla_wide_threads = 256;
 inline constexpr unsigned mla_wide_rows = 256;  ///< of one launch
 inline constexpr unsigned mla_piece_columns = 64, mla_piece_bytes = mla_tile * mla_piece_columns * 2;
-/// Tiles for each block up to which blocks take 48 heads. Two blocks of 48 heads take longer than one of 96, but leave
-/// half as many parts of a row.
-__host__ __device__ constexpr unsigned mla_wide_few(bool independent, size rows) {
-  return independent || rows < 4 ? 4 : 1;
-}
+/// Tiles for each block up to which blocks of mla_attend_wide take 48 heads. Two such blocks take longer than one of 96
+/// heads, but a row's tiles are then spread over half as many of them, so that half as many parts must be joined.
+__host__ __device__ constexpr unsigned mla_wide_few(bool independent) { return independent ? 4 : 1; }
 inline constexpr unsigned mla_wide_cost = 2;  ///< of a further part, in tiles
 inline constexpr float mla_wide_slack = 8;    ///< of a score over the maximum, in units of ln 2
 
@@ -49,6 +47,7 @@ __host__ __device__ constexpr unsigned mla_wide_parts_of(unsigned tiles) {
 /// Values of partial results have 16 bits each, and 8 of a head a common exponent (of their last bit, plus 127). An
 /// error is at most 2^-15 of the largest of the 8; an infinity or a NaN spoils all 8.
 __device__ __forceinline__ unsigned mla_exponent(float largest) {
+  // a little more than `largest`, so that its 16 bits do not round up to 2^15
   const unsigned x = __float_as_uint(largest * 1.00006103515625f) >> 23;
   return x == 255 ? x : detail::larger(x, 15u) - 14;
 }
@@ -60,7 +59,7 @@ __device__ __forceinline__ float mla_unpacked(unsigned two, bool second) {
   return __uint_as_float(__byte_perm(two, 0x4b000000u, second ? 0x7632 : 0x7610)) - (8388608.0f + 32768.0f);
 }
 
-/// A thread's part of a partial result to `at`: of N heads, of each two 8 values.
+/// A thread's share of a partial result, from `at` on: of every 8 of N heads, 8 values of each of two.
 template <int N>
 __device__ __forceinline__ void mla_store_values(const MlaWideArguments& w, size at, const float (&o)[4][N / 2]) {
   uint4* const out = w.part + at;
@@ -100,6 +99,17 @@ struct MlaWideControl {
   MlaSegment segment, coming;       ///< and the one behind it
   unsigned begin, end, row, start;  ///< the state of MlaRuns
 };
+
+/// Marks the segment where a page of it is missing. 256 threads.
+__device__ __forceinline__ void mla_check_pages(const MlaWideArguments& w, MlaWideControl& control) {
+  const MlaSegment& g = control.segment;
+  const MlaCache<const bf16>& cache = w.a.cache;
+  const unsigned last = detail::smaller((g.first + g.count) * mla_tile, g.length) - 1;
+  bool missing = false;
+  for (unsigned i = g.first * mla_tile / cache.page_size + threadIdx.x; i <= last / cache.page_size; i += 256)
+    missing = missing || g.table[i] < 0 || static_cast<size>(g.table[i]) >= cache.page_count;
+  if (missing) control.missing = 1;
+}
 
 template <int N>
 struct MlaWideShared {
@@ -200,11 +210,12 @@ struct MlaRuns {
         if (i < warp) earlier += lives[i];
         lives_all += lives[i];
       }
-      unsigned needs = 0;  // shares, where they are of `warp` tiles more
+      unsigned needs = 0;  // blocks that all rows need where a share is `each + warp` tiles: each warp tries one size
       for (unsigned i = lane; i < rows; i += 32) needs += quotient(scratch[i], each + warp);
       needs = __reduce_add_sync(full_warp, needs);
       if (lane == 0 && warp < warps) shares[warp] = needs;
       __syncthreads();
+      // Shares are worth it where they are not longer than runs over rows would be, which cost mla_wide_cost a row.
       const unsigned most = detail::larger(quotient(total + mla_wide_cost * lives_all, blocks), mla_wide_cost + 1);
       unsigned share = most + 1;
 #pragma unroll
