@@ -44,6 +44,24 @@ k3::CheckpointForm form_of(const k3::Safetensors& set) {
   return form;
 }
 
+/// The same of the files that can be opened by themselves, where not all can.
+k3::CheckpointForm form_of_parts(const std::string& folder) {
+  k3::CheckpointForm form{false, false, 0};
+  std::error_code problem;
+  for (std::filesystem::directory_iterator entry(folder, problem), end; !problem && entry != end;
+       entry.increment(problem)) {
+    if (entry->path().extension() != ".safetensors") continue;
+    try {
+      const k3::CheckpointForm part = form_of(k3::open_safetensors(entry->path().string()));
+      form.wrapped = form.wrapped || part.wrapped;
+      form.mxfp4 = form.mxfp4 || part.mxfp4;
+      if (part.a_log_length > 0) form.a_log_length = part.a_log_length;
+    } catch (const k3::error&) {
+    }
+  }
+  return form;
+}
+
 /// Files that a checkpoint's folder may hold beside its tensors and settings.
 bool known_extra(const std::string& name) {
   for (const char* end : {".py", ".md", ".txt", ".png", ".jpg", ".jpeg", ".svg", ".pdf", ".jinja"})
@@ -64,6 +82,8 @@ void look_at_folder(const std::string& folder, const k3::Safetensors* set, Findi
   for (std::filesystem::directory_iterator entry(folder, problem), end; !problem && entry != end;
        entry.increment(problem)) {
     const std::string name = entry->path().filename().string();
+    // Where the files could not be opened together, which of them are the model's is not known.
+    if (!set && name.ends_with(".safetensors")) continue;
     if (!parts.count(name) && !known_extra(name)) findings.others.push_back(name);
   }
   std::sort(findings.others.begin(), findings.others.end());
@@ -86,6 +106,7 @@ Findings look(const std::string& folder) {
     if (const auto tokenizer = find_tokenizer(folder)) findings.tokenizer_end = tokenizer->special_id("[EOS]");
   } catch (const k3::format_error& problem) {
     findings.problem = problem;
+    if (!findings.opened) findings.form = form_of_parts(folder);
     // The settings are worth telling all the same, if they can be read.
     try {
       if (!findings.config) findings.config = k3::read_config(folder);

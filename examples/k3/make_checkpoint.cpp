@@ -92,6 +92,7 @@ int run(const Arguments& a) {
     throw UsageError(problem.what());
   }
   if (!whole) return interrupted_status;
+  if (a.hollow) bytes = k3::planned_census(what.config, what.form).total_bytes();
   const double megabytes = static_cast<double>(bytes) / 1e6, seconds = watch.seconds();
   if (a.hollow)
     std::fprintf(stderr, "%s: hollow files, in place of %.3f MB of tensors\n", a.out.c_str(), megabytes);

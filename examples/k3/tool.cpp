@@ -48,7 +48,8 @@ std::uint64_t bytes_read() {
 namespace {
 
 double tokens_per_second(const Statistics& s) {
-  return s.new_tokens > 1 && s.decoding > 0 ? static_cast<double>(s.new_tokens - 1) / s.decoding : 0;
+  // The first token of a reply is not among those that `decoding` is the time of.
+  return s.new_tokens > s.replies && s.decoding > 0 ? static_cast<double>(s.new_tokens - s.replies) / s.decoding : 0;
 }
 
 double peak_megabytes() {
@@ -140,8 +141,12 @@ std::uint64_t memory_for_experts(const k3::Safetensors& files) {
   for (const k3::TensorInfo& tensor : files.tensors())
     if (!k3::detail::is_vision_tensor(tensor) && tensor.name.find(".experts.") == tensor.name.npos)
       trunk += tensor.bytes();
-  const std::uint64_t available = available_memory() / 10 * 9;
-  return available > trunk ? available - trunk : 0;
+  const std::uint64_t available = available_memory();
+  if (available / 10 * 9 <= trunk)
+    throw UsageError("--host-memory auto: the rest of the model takes " + std::to_string(trunk) +
+                     " bytes, nine tenths of the " + std::to_string(available) +
+                     " that are available or more; a number leaves the rest to the file cache");
+  return available / 10 * 9 - trunk;
 }
 
 }  // namespace
@@ -253,6 +258,7 @@ std::vector<k3::id> decode_tokens(const OpenModel& open, std::vector<k3::id> pro
   statistics.first_token += first;
   statistics.decoding += watch.seconds() - first;
   statistics.new_tokens += tokens.size();
+  statistics.replies += !tokens.empty();
   statistics.gpu = engine.experts();
   return tokens;
 }

@@ -38,7 +38,7 @@ class Stopwatch {
 
 /// What is told at the end of a run.
 struct Statistics {
-  std::size_t prompt_tokens = 0, new_tokens = 0;
+  std::size_t prompt_tokens = 0, new_tokens = 0, replies = 0;  ///< replies: of at least one token
   double opening = 0, first_token = 0,
          decoding = 0;  ///< seconds: opening files; prompt to first token; the tokens after
   std::shared_ptr<const k3::StreamedExperts> experts{};  ///< where they are streamed

@@ -117,13 +117,17 @@ done
 expect 0 '' generate "$model" --prompt a --max-new 3 --host-memory 1M --json
 has 'statistics of streaming' '"expert_hit_rate":'
 expect 0 'hit rate' chat "$model" --host-memory 1M
+printf 'a\nb\nc\n' | "$program" chat "$model" --max-new 1 --json >"$scratch/out" 2>/dev/null
+has 'replies of one token have no rate' '"new_tokens":3,'
+has 'replies of one token have no rate' '"tokens_per_second":0.00,'
 expect 1 'StreamedExperts: memory is 1024' generate "$model" --prompt a --host-memory 1K
 expect 2 '--host-memory: "8X" is not a number of bytes' generate "$model" --prompt a --host-memory 8X
 expect 2 '--gpu-memory: only with --backend cuda' generate "$model" --prompt a --gpu-memory 1G
 expect 2 '--host-memory: "G" is not' generate "$model" --prompt a --host-memory G
 expect 0 '' make-checkpoint "$scratch/one" --like tiny --shards 1 --tokenizer "$model" --vocab 2048
 same 'a copied vocabulary' "$(cmp "$scratch/one/tiktoken.model" "$model/tiktoken.model" && echo same)" same
-expect 0 'hollow files, in' make-checkpoint "$scratch/hollow" --like kimi-k3 --layers 2 --experts 4 --vision --hollow
+expect 0 'hollow files, in place of 7940.610 MB of tensors' make-checkpoint "$scratch/hollow" --like kimi-k3 \
+  --layers 2 --experts 4 --vision --hollow
 expect 0 '' inspect "$scratch/hollow" --gpus 8 --batch 4 --context 1000
 has 'inspect with a vision tower' 'passed over'
 has 'memory' 'on each of 8 GPUs'
@@ -147,10 +151,14 @@ cp -r "$scratch/tiny" "$scratch/cut"
 truncate -s -1 "$scratch/cut/model-00003-of-00006.safetensors"
 expect 1 'model-00003-of-00006.safetensors: ' inspect "$scratch/cut"
 has 'geometry of a damaged checkpoint' 'hidden 64'
+same 'files of a damaged checkpoint that are passed over' "$(grep -c 'passed over: model-' "$scratch/out")" 0
+expect 0 '' inspect "$scratch/tiny" --json
+cp "$scratch/out" "$scratch/whole.json"
 expect 1 'end beyond the file' inspect "$scratch/cut" --json
-python3 - "$scratch/out" <<'END' || failures=$((failures + 1))
+python3 - "$scratch/out" "$scratch/whole.json" <<'END' || failures=$((failures + 1))
 import json, sys
-got = json.load(open(sys.argv[1]))
+got, whole = (json.load(open(name)) for name in sys.argv[1:])
+assert got["expected"] == whole["expected"], (got["expected"], whole["expected"])
 assert got["problem"]["file"].endswith("model-00003-of-00006.safetensors"), got["problem"]
 assert got["problem"]["tensor"].startswith("language_model.model.layers.2."), got["problem"]
 assert isinstance(got["problem"]["byte"], int) and "found" not in got and got["expected"]["U8"]["tensors"] == 4 * 6 * 6
