@@ -31,6 +31,12 @@ struct Findings {
   std::vector<std::string> others;  ///< files of the folder that are no part of the text model
   std::optional<k3::id> tokenizer_end;
   std::optional<k3::format_error> problem;
+
+  /// Whether what the configuration asks for can be counted: a hostile one may name any number of experts.
+  bool countable() const {
+    constexpr std::uint64_t most_experts = std::uint64_t{1} << 20;  // of all layers; the released model has 82,432
+    return config && k3::K3Graph::from_config(*config).layers.size() * config->moe.n_routed <= most_experts;
+  }
 };
 
 /// What the tensors' names and shapes say about the form they are stored in.
@@ -204,10 +210,12 @@ ordered_json to_json(const Findings& f, const MemoryQuestion& how) {
   ordered_json result;
   result["config"] = nullptr;
   if (f.config) {
-    const MemoryNeed need = memory_need(*f.config, f.form, how);
     result["config"] = k3::config_to_json(*f.config, {false, f.form.mxfp4, 0});
     result["layers"] = layer_map(k3::K3Graph::from_config(*f.config));
     result["unread_keys"] = f.config->unread_keys;
+  }
+  if (f.countable()) {
+    const MemoryNeed need = memory_need(*f.config, f.form, how);
     result["expected"] = census_json(k3::planned_census(*f.config, f.form));
     result["memory"] = {{"context", how.context},
                         {"batch", how.batch},
@@ -247,8 +255,10 @@ int run(Arguments& a) {
     std::cout << to_json(findings, a.how).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << std::endl;
   } else if (findings.config) {
     print_geometry(*findings.config, findings.tokenizer_end);
-    print_census(findings, k3::planned_census(*findings.config, findings.form));
-    print_memory(memory_need(*findings.config, findings.form, a.how), a.how);
+    if (findings.countable()) {
+      print_census(findings, k3::planned_census(*findings.config, findings.form));
+      print_memory(memory_need(*findings.config, findings.form, a.how), a.how);
+    }
     for (const std::string& name : findings.others)
       std::printf("passed over: %s\n", k3::detail::printable(name).c_str());
   }

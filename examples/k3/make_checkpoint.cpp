@@ -35,7 +35,7 @@ struct Arguments {
 void set_size(k3::FamilyMember& member, const std::string& option, std::size_t value) {
   k3::K3Config& c = member.config;
   if (option == "--layers") {
-    if (value == 0 || value > 10000) throw UsageError("--layers: from 1 to 10000");
+    if (value < 2 || value > 10000) throw UsageError("--layers: from 2, a KDA and an MLA layer, to 10000");
     c.mixers = k3::detail::family_mixers(value);
     c.first_k_dense_replace = std::min(c.first_k_dense_replace, value);
   }

@@ -85,6 +85,11 @@ void ReplyPrinter::enter(k3::ChatPart part) {
   part_ = part;
 }
 
+ReplyPrinter::~ReplyPrinter() {
+  if (form_ != OutputForm::terminal || part_ == k3::ChatPart::tag) return;
+  std::cout << (part_ == k3::ChatPart::think ? "\033[22m" : "") << (line_start_ ? "" : "\n") << std::flush;
+}
+
 void ReplyPrinter::finish() {
   if (form_ == OutputForm::json) return;
   if (part_ != k3::ChatPart::tag) enter(k3::ChatPart::tag);

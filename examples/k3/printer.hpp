@@ -22,6 +22,10 @@ OutputForm output_form(bool json);
 class ReplyPrinter {
  public:
   explicit ReplyPrinter(OutputForm form) : form_(form) {}
+  ReplyPrinter(const ReplyPrinter&) = delete;
+  ReplyPrinter& operator=(const ReplyPrinter&) = delete;
+  /// Where an error ended the reply, the terminal is not left dimmed.
+  ~ReplyPrinter();
 
   void show(const std::vector<k3::ChatPiece>& pieces);
   /// Ends the reply: resets the terminal, begins a new line.

@@ -48,7 +48,8 @@ expect 2 'the prompt is empty' generate "$model" --prompt ''
 expect 2 'max_position_embeddings' generate "$model" --prompt a --max-new 4096
 expect 2 'has no tokenizer' generate "$1/tests/data/k3-tiny-5l" --prompt a
 expect 2 '--like' make-checkpoint "$scratch/x" --like kimi-k4
-expect 2 '--layers: from 1' make-checkpoint "$scratch/x" --like tiny --layers 0
+expect 2 '--layers: from 2' make-checkpoint "$scratch/x" --like tiny --layers 0
+expect 2 '--layers: from 2' make-checkpoint "$scratch/x" --like tiny --layers 1
 expect 2 '--latent: this member' make-checkpoint "$scratch/x" --like kimi-linear-48b --latent 32
 expect 2 'multiples of 32' make-checkpoint "$scratch/x" --like tiny --width 40
 expect 2 'top_k' make-checkpoint "$scratch/x" --like tiny --top-k 5
@@ -74,7 +75,7 @@ expect 1 'is not a folder' inspect /nonexistent
 expect 1 'is not a folder' generate /etc/passwd --prompt a
 expect 1 'cannot be opened' generate "$model" --messages /nonexistent
 expect 1 'has no tokenizer' chat "$1/tests/data/k3-tiny-5l"
-expect 1 'its disk has only' make-checkpoint "$scratch/huge" --like kimi-k3 --layers 1 --dense 2000000000 --vocab 512
+expect 1 'its disk has only' make-checkpoint "$scratch/huge" --like kimi-k3 --layers 2 --dense 2000000000 --vocab 512
 expect 1 'not an empty folder' make-checkpoint "$1/examples" --like tiny
 echo '[{"role":"user","content":3}]' >"$scratch/bad.json"
 expect 1 '[0].content: is a value of type number' generate "$model" --messages "$scratch/bad.json"
@@ -163,6 +164,13 @@ assert got["problem"]["file"].endswith("model-00003-of-00006.safetensors"), got[
 assert got["problem"]["tensor"].startswith("language_model.model.layers.2."), got["problem"]
 assert isinstance(got["problem"]["byte"], int) and "found" not in got and got["expected"]["U8"]["tensors"] == 4 * 6 * 6
 END
+# A configuration that asks for more experts than can be counted in the time.
+cp -r "$scratch/tiny" "$scratch/vast"
+sed -i 's/"num_experts": *[0-9]*/"num_experts": 2000000000/' "$scratch/vast/config.json"
+begin=$SECONDS
+expect 1 'expected [2000000000, ' inspect "$scratch/vast"
+expect 1 'expected [2000000000, ' inspect "$scratch/vast" --json
+same 'whether a vast configuration is refused at once' "$((SECONDS - begin < 20))" 1
 cp -r "$scratch/tiny" "$scratch/unknown"
 sed -i 's/layers\.1\.input_layernorm/layers.1.input_layernerm/' "$scratch/unknown/"model*
 expect 1 'layers.1.input_layernorm.weight: is missing' inspect "$scratch/unknown"
