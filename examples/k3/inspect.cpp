@@ -250,6 +250,10 @@ int run(Arguments& a) {
   a.how.batch = parse_number("--batch", a.batch_text, 1 << 20);
   a.how.gpus = parse_number("--gpus", a.gpus_text, 4096);
   if (a.how.gpus == 0) throw UsageError("--gpus: at least 1");
+  if (a.how.batch == 0) throw UsageError("--batch: at least 1");
+  // So that no number of bytes wraps.
+  if (a.how.context > (std::uint64_t{1} << 40) / a.how.batch)
+    throw UsageError("--context and --batch: at most 2^40 positions");
   const Findings findings = look(a.model);
   if (a.json) {
     std::cout << to_json(findings, a.how).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << std::endl;

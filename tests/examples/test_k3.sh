@@ -49,6 +49,8 @@ expect 2 'max_position_embeddings' generate "$model" --prompt a --max-new 4096
 expect 2 'has no tokenizer' generate "$1/tests/data/k3-tiny-5l" --prompt a
 expect 2 '--like' make-checkpoint "$scratch/x" --like kimi-k4
 expect 2 '--layers: from 2' make-checkpoint "$scratch/x" --like tiny --layers 0
+expect 2 '--batch: at least 1' inspect "$model" --batch 0
+expect 2 'at most 2^40 positions' inspect "$model" --context 4294967296 --batch 1048576
 expect 2 '--layers: from 2' make-checkpoint "$scratch/x" --like tiny --layers 1
 expect 2 '--latent: this member' make-checkpoint "$scratch/x" --like kimi-linear-48b --latent 32
 expect 2 'multiples of 32' make-checkpoint "$scratch/x" --like tiny --width 40
