@@ -4,7 +4,7 @@
 
     bench/report.py [--results bench/results] [--notes bench/notes.json] [--page docs/performance.md] [--no-plots]
 
-Reads h200.json and, where it is there, host.json in the results folder, refuses what is malformed or does not count, and
+Reads h200.json and, where they are there, host.json and streaming.json (of bench/cuda_streaming) in the results folder, refuses what is malformed or does not count, and
 writes roofline.svg, time_batch.svg, time_context.svg and host_threads.svg beside them (needs matplotlib) and everything
 between the two marks of the page. notes.json has what is not measured: titles, targets, other programs' times, and the
 sentences on what limits a row, each with the batches it speaks of.
@@ -23,6 +23,10 @@ KEYS = ["op", "batch", "context", "us", "us_spread", "bytes", "GBps", "percent"]
 HOST_KEYS = ["operation", "shape", "isa", "threads", "us", "us_spread", "GBps", "gweights", "ceiling_GBps", "percent"]
 OPS = ["moe_experts", "kda_fused", "mla_attention", "attnres_norm", "dense_kda", "dense_mla", "dense_moe", "lm_head",
        "layer_kda_moe", "layer_mla_moe", "step_depth_cut"]
+
+
+STREAMING_KEYS = ["layers", "GB", "experts", "expert_MB", "copies_GBps", "plain_reads_GBps", "experts_GBps"]
+DECODING_KEYS = ["cache_percent", "slots", "tokens_per_s", "first_token_ms", "experts_GBps", "found_percent", "again_tokens_per_s"]
 
 
 class Malformed(Exception):
@@ -100,6 +104,20 @@ def check_host(data, name):
         require(row["ceiling_GBps"] > 0, f"{name}: row {index}: ceiling_GBps {row['ceiling_GBps']!r}")
         share = 100 * row["GBps"] / row["ceiling_GBps"]
         require(abs(row["percent"] - share) <= 0.01 * share + 0.1, f"{name}: row {index}: percent {row['percent']}, not {share:.2f}")
+    return data
+
+
+def check_streaming(data, name):
+    require(isinstance(data, dict) and {"gpu", "date", "tokens", "checkpoints"} <= set(data), f"{name}: keys missing")
+    require(isinstance(data["checkpoints"], list) and data["checkpoints"], f"{name}: no checkpoints")
+    for index, checkpoint in enumerate(data["checkpoints"]):
+        for key in STREAMING_KEYS:
+            require(number(checkpoint.get(key)) and checkpoint[key] > 0, f"{name}: checkpoint {index}: {key}")
+        require(checkpoint.get("decoding"), f"{name}: checkpoint {index}: no decoding")
+        for row in checkpoint["decoding"]:
+            for key in DECODING_KEYS:
+                require(number(row.get(key)) and row[key] >= 0, f"{name}: checkpoint {index}: {key} {row.get(key)!r}")
+            require(row.get("same_tokens") is True, f"{name}: checkpoint {index}: other tokens at {row['cache_percent']} %")
     return data
 
 
@@ -225,6 +243,28 @@ def host_text(data):
     return out + [""]
 
 
+def streaming_text(data):
+    out = ["### Experts from the files to a GPU", "",
+           f"{data['gpu']}, {data['date'][:10]}, {data['tokens']} tokens, the same at every size of the cache. *Again*: the same text a second time.", "",
+           "| checkpoint | cache | slots | tokens/s | first token ms | experts GB/s | of the copies | found there | again, tokens/s |",
+           "|---|---|---|---|---|---|---|---|---|"]
+    for checkpoint in data["checkpoints"]:
+        for row in checkpoint["decoding"]:
+            resident = row["slots"] == 0  # no cache: all experts are on the device
+            cells = [f"{checkpoint['layers']} layers, {checkpoint['GB']:.1f} GB", "all, the resident decoder" if resident else f"{row['cache_percent']:.1f} %",
+                     str(checkpoint["experts"] if resident else row["slots"]), f"{row['tokens_per_s']:.1f}", f"{row['first_token_ms']:.1f}"]
+            cells += ["", "", ""] if resident else [f"{row['experts_GBps']:.1f}", f"{100 * row['experts_GBps'] / checkpoint['copies_GBps']:.0f} %",
+                                                    f"{row['found_percent']:.1f} %"]
+            cells.append(f"{row['again_tokens_per_s']:.1f}" if row["again_tokens_per_s"] else "")
+            out.append("| " + " | ".join(cells) + " |")
+    out += ["", "Without decoding:", "", "| checkpoint | PCIe copies GB/s | plain reads GB/s | experts to the GPU GB/s | of the copies |", "|---|---|---|---|---|"]
+    for checkpoint in data["checkpoints"]:
+        out.append(f"| {checkpoint['layers']} layers, {checkpoint['experts']} experts of {checkpoint['expert_MB']:.2f} MB | {checkpoint['copies_GBps']:.1f} | "
+                   f"{checkpoint['plain_reads_GBps']:.1f} | {checkpoint['experts_GBps']:.1f} | "
+                   f"{100 * checkpoint['experts_GBps'] / checkpoint['copies_GBps']:.0f} % |")
+    return out + [""]
+
+
 def put_into_page(page, lines):
     text = Path(page).read_text(encoding="utf-8")
     require(text.count(BEGIN) == 1 and text.count(END) == 1 and text.index(BEGIN) < text.index(END), f"{page}: the two marks are not there")
@@ -337,7 +377,9 @@ def main():
         data = check_device(load(options.results / "h200.json"), options.results / "h200.json")
         host_file = options.results / "host.json"
         host = check_host(load(host_file), host_file) if host_file.exists() else None
-        lines = device_text(data, notes) + (host_text(host) if host else [])
+        streaming_file = options.results / "streaming.json"
+        streaming = check_streaming(load(streaming_file), streaming_file) if streaming_file.exists() else None
+        lines = device_text(data, notes) + (host_text(host) if host else []) + (streaming_text(streaming) if streaming else [])
         if not options.no_plots:
             plot(data, host, notes, options.results)
         put_into_page(options.page, lines)

@@ -27,6 +27,9 @@ contains '| 1 | 4k | 300.0 ± 1.5 | 253.9 | 1129.8 | 3766 | 84.6 | ≥ 84 % | me
 contains 'Tokens a second: 2336 at batch 32.'
 contains 'A processor, 2026-01-02. Plain read over 512 MB: 12.5 GB/s with 1 thread, 24.0 GB/s with 2 threads.'
 contains '| linear bf16 | 7168x7168 B=1 | 9876.5 | 5000.0 | 20.6 | 10.3 | 86 |'
+contains '| 3 layers, 40.6 GB | all, the resident decoder | 1792 | 526.7 | 2.9 |  |  |  | 526.8 |'
+contains '| 3 layers, 40.6 GB | 0.9 % | 16 | 74.1 | 52.0 | 41.6 | 76 % | 0.2 % |  |'
+contains '| 3 layers, 1792 experts of 17.55 MB | 55.1 | 78.4 | 54.1 | 98 % |'
 if grep -qF 'old' "$page"; then echo 'the old results are still there'; exit 1; fi
 cp "$page" "$scratch/good.md"
 report
@@ -55,6 +58,9 @@ END
 refused h200.json 'd["read_ceiling_GBps"] = 4299' 'does not count'
 refused h200.json 'del d["copy_GBps"]' 'no copy_GBps'
 refused h200.json 'd["rows"] = []' 'no rows'
+refused streaming.json 'd["checkpoints"] = []' 'no checkpoints'
+refused streaming.json 'del d["checkpoints"][0]["copies_GBps"]' 'checkpoint 0: copies_GBps'
+refused streaming.json 'd["checkpoints"][0]["decoding"][1]["same_tokens"] = False' 'other tokens at 0.89 %'
 refused h200.json 'd["rows"][0]["op"] = "moe"' 'unknown op'
 refused h200.json 'd["rows"][0]["extra"] = 1' 'its keys are not'
 refused h200.json 'del d["rows"][1]["us_spread"]' 'its keys are not'
