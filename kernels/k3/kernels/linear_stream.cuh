@@ -139,9 +139,11 @@ struct StreamProducer {
     advance(tokens_at, 2);
   }
 
-  /// Until the slot of a step is free, and that of the next one where both are fetched together: it is freed later.
+  /// Until the slot of a step is free, and that of the next one where both are fetched together.
   __device__ __forceinline__ void wait_for_slot(unsigned slot, unsigned phase) {
-    if (a.together && odd == 0 && ++slot == a.slots) slot = 0, phase ^= 1;
+    hopper::wait(ring.empty[slot], phase);
+    if (!a.together || odd == 1) return;
+    if (++slot == a.slots) slot = 0, phase ^= 1;
     hopper::wait(ring.empty[slot], phase);
   }
 
