@@ -9,7 +9,8 @@
 void run_one(std::string_view input) {
   try {
     if (!input.empty() && input[0] == '{') {
-      const auto specials = k3::detail::read_specials("tokenizer_config.json", input, 256);
+      const auto [specials, max_length] = k3::detail::read_tokenizer_config("tokenizer_config.json", input, 256);
+      require_property(!max_length || (*max_length > 0 && *max_length < (1u << 31)), "a limit can be one");
       const k3::Tokenizer tokenizer(k3::made_up_vocabulary(256), specials);
       for (const k3::SpecialToken& special : specials)
         require_property(tokenizer.special_id(special.name) == special.token, "a name has its id");

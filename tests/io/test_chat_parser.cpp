@@ -124,10 +124,10 @@ TEST_CASE("chat parser: text outside of blocks and behind the message", "[io][ch
 }
 
 TEST_CASE("chat parser: an output that ends early", "[io][chat]") {
-  CHECK(parse("a").closing == "<|close|>think<|sep|>" + end);
+  CHECK(parse("a").closing == to_response + "<|close|>response<|sep|>" + end);
   CHECK(parse("a", false).closing == "<|close|>response<|sep|>" + end);
-  CHECK(parse("a<|close|>think<|sep|>").closing == end);
-  CHECK(parse("a<|close|>think").closing == "<|close|>think<|sep|>" + end);
+  CHECK(parse("a<|close|>think<|sep|>").closing == "<|open|>response<|sep|><|close|>response<|sep|>" + end);
+  CHECK(parse("a<|close|>think").closing == to_response + "<|close|>response<|sep|>" + end);
   CHECK(parse("a<|close|>think").reply.reasoning == "a<|close|>think");
   CHECK(parse("<|close|>message<|sep|>").closing == "<|end_of_msg|>");
   CHECK(parse("<|open|>tools<|sep|><|open|>call tool=\"f\"<|sep|><|open|>argument key=\"k\"<|sep|>v").closing ==
@@ -135,6 +135,49 @@ TEST_CASE("chat parser: an output that ends early", "[io][chat]") {
   const Run eos = parse_ids({64, 163585, 65});
   CHECK(eos.reply.finished);
   CHECK(eos.all == "a[EOS]b");
+}
+
+TEST_CASE("chat parser: a reply that was cut has the ids of the same conversation encoded anew", "[io][chat]") {
+  const k3::Tokenizer& tokenizer = released_tokenizer();
+  const k3::ChatMessage question{k3::ChatRole::user, "Hello"}, next{k3::ChatRole::user, "Hi"};
+  k3::ChatMessage reply{k3::ChatRole::assistant, "world", "You are"};
+  reply.calls = {{"f", 0, {{"k", "string", "v"}, {"n", "number", "2"}}}, {"g", 1, {}}};
+  const k3::id opens = *tokenizer.special_id("<|open|>"), closes = *tokenizer.special_id("<|close|>"),
+               separates = *tokenizer.special_id("<|sep|>");
+  for (const bool thinking : {true, false}) {
+    if (!thinking) reply.reasoning.clear();
+    const k3::ChatOptions options{.thinking = thinking};
+    const std::vector<k3::id> prompt = k3::encode_chat(tokenizer, {question}, options);
+    const std::vector<k3::id> turn = k3::encode_chat(tokenizer, {next}, options);
+    std::vector<k3::id> whole =
+        k3::encode_chat(tokenizer, {question, reply}, {.thinking = thinking, .generation_prompt = false});
+    REQUIRE(std::equal(prompt.begin(), prompt.end(), whole.begin()));
+    whole.erase(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(prompt.size()));
+    std::size_t cuts = 0;
+    bool in_tag = false;
+    for (std::size_t count = 0; count <= whole.size(); ++count) {
+      const k3::id last = count > 0 ? whole[count - 1] : separates;
+      in_tag = (in_tag || last == opens || last == closes) && last != separates;
+      k3::ChatParser parser(tokenizer, thinking);
+      std::vector<k3::id> ids = prompt;
+      for (std::size_t i = 0; i < count; ++i) {
+        ids.push_back(whole[i]);
+        parser.push(whole[i]);
+      }
+      parser.finish();
+      // A history has no half tags, and no block for calls where there are none.
+      const std::vector<k3::ChatSegment> closing = parser.closing();
+      const bool empty_tools = closing.size() > 1 && closing[1].text == "tools" && parser.reply().calls.empty();
+      if (in_tag || empty_tools) continue;
+      ++cuts;
+      CAPTURE(thinking, count);
+      const std::vector<k3::id> rest = k3::encode_chat(tokenizer, closing);
+      ids.insert(ids.end(), rest.begin(), rest.end());
+      ids.insert(ids.end(), turn.begin(), turn.end());
+      CHECK(ids == k3::encode_chat(tokenizer, {question, k3::message_of(parser.reply()), next}, options));
+    }
+    CHECK(cuts > 15);
+  }
 }
 
 TEST_CASE("chat parser: characters cut across tokens, and bytes that are none", "[io][chat]") {

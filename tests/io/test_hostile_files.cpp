@@ -181,3 +181,22 @@ TEST_CASE("hostile files: links", "[hostile]") {
   std::filesystem::create_symlink(".", folder / "self");
   CHECK_NOTHROW(from_pretrained(folder / "self/self/self"));
 }
+
+TEST_CASE("hostile files: text for messages", "[hostile]") {
+  using k3::detail::printable;
+  CHECK(printable("") == "");
+  CHECK(printable("caf\xc3\xa9 \xe4\xb8\x96 \xf0\x9f\x8e\x89") == "caf\xc3\xa9 \xe4\xb8\x96 \xf0\x9f\x8e\x89");
+  CHECK(printable(std::string("\0\t\x7f", 3)) == "\\x00\\x09\\x7f");
+  CHECK(printable("\xff\xe4\xb8") == "\\xff\\xe4\\xb8");  // not UTF-8, and cut off
+  CHECK(printable(std::string(200, 'a')) == std::string(200, 'a'));
+  CHECK(printable("abcd", 3) == "abc...");
+  CHECK(printable("ab\xc3\xa9", 3) == "ab...");
+  CHECK(printable("ab\n", 5) == "ab...");
+  for (int byte = 0; byte < 256; ++byte)
+    for (int next = 0; next < 256; ++next) {
+      const std::string text = printable(std::string{static_cast<char>(byte), static_cast<char>(next)});
+      if (detail::valid_prefix(text) != text.size() ||
+          text.find_first_of(std::string("\0\x1b\r\n\x7f", 5)) != text.npos)
+        FAIL(byte << ", " << next);
+    }
+}

@@ -112,6 +112,44 @@ TEST_CASE("lost pages: a file that was written to is not whole", "[lost_pages]")
   CHECK(contains(thrown<format_error>([&] { file.require_whole(); }).what(), "has changed since it was opened"));
 }
 
+TEST_CASE("lost pages: a file that was rewritten with its old size and time of change is not whole", "[lost_pages]") {
+  const test::ScratchFolder folder;
+  const std::string path = folder / "x";
+  const auto apart = [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };  // ticks of the file system
+  const auto check_changed = [&](const char* what, auto&& change) {
+    INFO(what);
+    test::replace_file(path, std::string(page, 'x'));
+    apart();
+    const MappedFile file(path);
+    struct stat before{}, after{};
+    REQUIRE(::stat(path.c_str(), &before) == 0);
+    apart();
+    CHECK(touch(file.data()) == 'x');
+    CHECK(file.still_whole());  // reading changes nothing
+    change();
+    const timespec times[] = {before.st_atim, before.st_mtim};
+    REQUIRE(::utimensat(AT_FDCWD, path.c_str(), times, 0) == 0);
+    REQUIRE(::stat(path.c_str(), &after) == 0);
+    CHECK(after.st_size == before.st_size);
+    CHECK(after.st_mtim.tv_sec == before.st_mtim.tv_sec);
+    CHECK(after.st_mtim.tv_nsec == before.st_mtim.tv_nsec);
+    CHECK_FALSE(file.still_whole());
+    CHECK(contains(thrown<format_error>([&] { file.require_whole(); }).what(), "has changed since it was opened"));
+    MappedFile moved;
+    moved = MappedFile(path);
+    CHECK(moved.still_whole());
+  };
+  check_changed("written in place", [&] {
+    std::fstream stream(path, std::ios::in | std::ios::out | std::ios::binary);
+    stream.write("y", 1);
+  });
+  check_changed("cut and filled again", [&] { test::write_file(path, std::string(page, 'y')); });
+  check_changed("another file in its place", [&] {
+    test::write_file(folder / "y", std::string(page, 'y'));
+    std::filesystem::rename(folder / "y", path);
+  });
+}
+
 TEST_CASE("lost pages: other faults end the process as before", "[lost_pages]") {
   const test::ScratchFolder folder;
   test::write_file(folder / "x", std::string(2 * page, 'x'));

@@ -263,6 +263,85 @@ TEST_CASE("safetensors_set: what an index must be", "[safetensors]") {
     check_index_refused(index_of("\"x\":\"" + std::string(name) + "\""), index_name, "x", "is not a plain file name");
 }
 
+TEST_CASE("safetensors_set: names of files that cannot be shown or be there are refused and shown safely",
+          "[safetensors]") {
+  const auto refused = [](const std::string& name, const std::string& shown) {
+    check_index_refused(index_of("\"x\":\"" + name + "\""), index_name, "x",
+                        "x: \"" + shown + "\" is not a plain file name");
+  };
+  refused("\\u001b[31mred.safetensors", "\\x1b[31mred.safetensors");
+  refused("a\\nb.safetensors", "a\\x0ab.safetensors");
+  refused("a\x7f.safetensors", "a\\x7f.safetensors");
+  refused("a\xc2\x9b.safetensors", "a\\x9b.safetensors");
+  refused("a\\u202egpj.safetensors", "a\\u202egpj.safetensors");
+  refused("a\xf3\xa0\x80\xa0.safetensors", "a\\U000e0020.safetensors");
+  refused(std::string(244, 'a') + ".safetensors", std::string(200, 'a') + "...");
+  refused(std::string(1'000'000, 'a'), std::string(200, 'a') + "...");
+  refused(std::string(199, 'a') + "\xc3\xa9" + std::string(99, 'a'), std::string(199, 'a') + "...");
+  // The longest name that there can be, and one that is not English.
+  const std::string longest = std::string(243, 'a') + ".safetensors";
+  for (const std::string& name : {longest, std::string("m\xc3\xb6"
+                                                       "del \xe4\xb8\x96.safetensors")}) {
+    const test::ScratchFolder folder;
+    write_tensors(folder / name, {"x"});
+    test::write_file(folder / index_name, index_of("\"x\":\"" + name + "\"", "{}"));
+    CHECK(open_safetensors_set(folder.path).tensors().size() == 1);
+  }
+  // Without an index the names come from the folder itself.
+  const test::ScratchFolder bare;
+  write_tensors(bare / "a.safetensors", {"x"});
+  CHECK(open_safetensors_set(bare.path).tensors().size() == 1);
+  write_tensors(bare / "\x1b[2Jb.safetensors", {"y"});
+  const format_error problem = refusal(bare);
+  CHECK(problem.path() == bare.path);
+  CHECK(contains(problem.what(), "\\x1b[2Jb.safetensors: is not a plain file name"));
+}
+
+TEST_CASE("safetensors_set: names of tensors are shown safely", "[safetensors]") {
+  const std::string wild = "x\\u001b[2J\\u202e", shown = "x\\x1b[2J\\u202e", map = "\"" + wild + "\":\"a.safetensors\"";
+  check_index_refused(index_of(good_map + "," + map), "a.safetensors", shown, "is in the index, but not in this file");
+  check_index_refused(index_of(good_map + "," + map + "," + map), index_name, "", "the tensor \"" + shown + "\" comes");
+  check_index_refused("{\"weight_map\":{\"" + wild + "\":1}}", index_name, shown, "expected the name of a file");
+  const test::ScratchFolder folder;
+  test::write_file(folder / "a.safetensors", test::file_content("{" + entry(wild, "U8", "[2]", "[0,1]") + "}", 1));
+  CHECK(refusal(folder).tensor() == shown);
+  const auto absent = thrown<format_error>([&] {
+    test::write_file(folder / "a.safetensors", test::file_content("{" + entry(wild, "U8", "[1]", "[0,1]") + "}", 1));
+    open_safetensors_set(folder.path).at(std::string(300, '\n'));
+  });
+  CHECK(absent.tensor() == [] {
+    std::string text;
+    for (int i = 0; i < 50; ++i) text += "\\x0a";
+    return text + "...";
+  }());
+  SafetensorsWriter writer(folder / "b.safetensors");
+  writer.declare("a", DType::u8, {1});
+  writer.declare("b\x1b", DType::u8, {1});
+  const char data[2] = {};
+  writer.write("a", data, 1);
+  writer.write("b\x1b", data, 1);
+  CHECK(contains(thrown<invalid_argument>([&] { writer.write("a", data, 1); }).what(), "written again after b\\x1b,"));
+}
+
+TEST_CASE("safetensors_set: files of the folder that are no part of it are told", "[safetensors]") {
+  const test::ScratchFolder folder;
+  write_tensors(folder / "a.safetensors", {"x", "y"});
+  write_tensors(folder / "b.safetensors", {"z"});
+  CHECK(stray_safetensors(open_safetensors_set(folder.path)).empty());
+  test::write_file(folder / index_name, index_of(good_map));
+  test::write_file(folder / "config.json", "{}");
+  CHECK(stray_safetensors(open_safetensors_set(folder.path)).empty());
+  test::write_file(folder / "d.safetensors", "no safetensors file");
+  write_tensors(folder / "c.safetensors", {"x"});
+  std::filesystem::create_directory(folder / "e.safetensors");
+  const std::vector<std::string> strays = {"c.safetensors", "d.safetensors", "e.safetensors"};
+  CHECK(stray_safetensors(open_safetensors_set(folder.path)) == strays);
+  CHECK(stray_safetensors(open_safetensors_set(folder.path + "/")) == strays);
+  std::filesystem::remove(folder / index_name);
+  write_tensors(folder / "model.safetensors", {"single"});
+  CHECK(stray_safetensors(open_safetensors_set(folder.path)).size() == 5);
+}
+
 TEST_CASE("safetensors_set: what an index may hold besides", "[safetensors]") {
   const test::ScratchFolder folder;
   write_tensors(folder / "a.safetensors", {"x", "y"});

@@ -60,10 +60,10 @@ TEST_CASE("safetensors: wrong use of the writer", "[safetensors]") {
     refused("z is not declared", [&] { writer.write("z", data, 1); });
     refused("b is written when there are only 0 of 3 bytes of a", [&] { writer.write("b", data, 1); });
     refused("d is declared after the first write", [&] { writer.declare("d", DType::u8, {1}); });
-    refused("a is 4 bytes, expected 3", [&] { writer.write("a", data, 4); });
+    refused("a is 4 bytes, expected at most 3", [&] { writer.write("a", data, 4); });
     writer.write("a", data, 2);
     refused("b is written when there are only 2 of 3 bytes of a", [&] { writer.write("b", data, 4); });
-    refused("a is 4 bytes, expected 3", [&] { writer.write("a", data, 2); });
+    refused("a is 4 bytes, expected at most 3", [&] { writer.write("a", data, 2); });
     writer.write("a", data, 1);
     writer.write("b", data, 4);
     refused("a is written again after b", [&] { writer.write("a", data, 1); });

@@ -117,6 +117,30 @@ TEST_CASE("good vocabulary files are taken", "[io][tokenizer]") {
   CHECK(load(open).vocab_size() == 515);
 }
 
+TEST_CASE("the limit of a tokenizer's model is read", "[io][tokenizer]") {
+  const Folder folder;
+  folder.write("tiktoken.model", file_of(good_lines()));
+  const auto config = [](const std::string& limit) {
+    return R"({"model_max_length": )" + limit + R"(, "added_tokens_decoder": {"259": {"content": "[BOS]"}}})";
+  };
+  const auto limit_of = [&](const std::string& text) {
+    folder.write("tokenizer_config.json", text);
+    return Tokenizer::from_directory(folder.path()).model_max_length();
+  };
+  CHECK(limit_of(config("1048576")) == 1048576);
+  CHECK(limit_of(config("1")) == 1);
+  CHECK(limit_of(config("2147483647")) == 2147483647);
+  // What some write where there is none.
+  for (const char* none : {"null", "2147483648", "1000000000000000019884624838656", "1e30", "18446744073709551615"})
+    CHECK(limit_of(config(none)) == std::nullopt);
+  CHECK(limit_of(good_config) == std::nullopt);
+  CHECK(limit_of(R"({"added_tokens_decoder": {"259": {"content": "[BOS]", "model_max_length": 7}}})") == std::nullopt);
+  const Tokenizer copy = Tokenizer::from_directory(folder.path());
+  CHECK(copy.model_max_length() == std::nullopt);
+  for (const char* bad : {"0", "-1", "1.5", "4096.0", "\"4096\"", "true", "[]", "{}", "-1e30"})
+    check_config(config(bad), 19, "model_max_length: is neither a whole number from 1 on nor null");
+}
+
 TEST_CASE("bad ranks are refused with their place", "[io][tokenizer]") {
   std::vector<Line> lines = good_lines();
   const std::string good = file_of(lines);

@@ -51,7 +51,7 @@ class ChatParser {
   /// `thinking`: the prompt ended in an open think block, otherwise in an open response block. Keeps a reference to the
   /// tokenizer. Throws invalid_argument where that lacks a control string.
   ChatParser(const Tokenizer& tokenizer, bool thinking)
-      : tokenizer_(tokenizer), open_{Block::message, thinking ? Block::think : Block::response} {
+      : tokenizer_(tokenizer), open_{Block::message, thinking ? Block::think : Block::response}, answered_(!thinking) {
     const char* const names[] = {detail::chat_open, detail::chat_close, detail::chat_sep, detail::chat_end};
     for (size i = 0; i < 4; ++i) {
       const std::optional<id> token = tokenizer.special_id(names[i]);
@@ -89,16 +89,21 @@ class ChatParser {
   /// What has come so far.
   const ChatReply& reply() const { return reply_; }
 
-  /// What completes the message where it was cut short: the closing tags of the blocks that are open and the end of the
-  /// message; none where it is finished. To be encoded behind the output before the next turn.
+  /// What completes the message where it was cut short: the closing tags of the blocks that are open, an empty response
+  /// where none has begun, and the end of the message; none where it is finished. To be encoded behind the output
+  /// before the next turn. A well-formed reply that was cut between its tags then has the ids of `message_of` in
+  /// `encode_chat`.
   std::vector<ChatSegment> closing() const {
     detail::ChatWriter out;
     if (reply_.finished) return {};
     for (size i = open_.size(); i-- > 1;) out.close(block_names[static_cast<size>(open_[i])]);
-    if (open_.empty())
+    if (open_.empty()) {
       out.segments.push_back({detail::chat_end, true});
-    else
+    } else {
+      // A response behind calls would be no reply that the model knows.
+      if (!answered_) out.block("response", "");
       out.end_message();
+    }
     return std::move(out.segments);
   }
 
@@ -219,6 +224,7 @@ class ChatParser {
     const std::string* const first = tag->find(tag->name == "call" ? "tool" : "key");
     if (tag->name == "think" || tag->name == "response" || tag->name == "tools") {
       if (!tag->attributes.empty() || !close_to(Block::message)) return false;
+      answered_ = answered_ || tag->name != "think";
       open_.push_back(tag->name == "think" ? Block::think : tag->name == "tools" ? Block::tools : Block::response);
     } else if (tag->name == "call") {
       if (!first || !close_to(Block::tools)) return false;
@@ -256,6 +262,7 @@ class ChatParser {
   const Tokenizer& tokenizer_;
   id controls_[4] = {}, eos_ = -1;
   std::vector<Block> open_;  // outermost first; at most message, tools, call, argument
+  bool answered_;            // a response or a call has begun
   bool in_tag_ = false, opens_ = false;
   std::string tag_;     // from its control string on, as spelled
   size tag_begin_ = 0;  // where its inside begins

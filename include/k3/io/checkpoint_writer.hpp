@@ -104,7 +104,8 @@ inline void check_random(const RandomCheckpoint& what) {
   // The released model has half a million; all are planned in memory before the first is written.
   const size layers = what.config.mixers.size() - what.config.first_k_dense_replace;
   const size experts = layers * what.config.moe.n_routed, most = size{1} << 20;
-  require(experts <= most, "write_random_checkpoint", "the number of experts of all layers", experts, most);
+  require(experts <= most, "write_random_checkpoint", "the number of experts of all layers", experts,
+          "at most " + std::to_string(most));
   const bool groups =
       what.config.moe.expert_hidden % mxfp4_group == 0 && moe_expert_width(what.config.moe) % mxfp4_group == 0;
   const bool any = what.config.first_k_dense_replace < what.config.mixers.size();

@@ -74,7 +74,7 @@ inline void refuse_families(const ConfigReader& settings, const std::string& act
     if (key.ends_with("_multiplier") || key.ends_with("_scaling")) only(one, "1 or nothing");
     if (key.starts_with("clip_")) only(off, "null or nothing");
     if (key.ends_with("qk_norm")) only(off, "false: q and k have no norm of their own");
-    if (key.ends_with("_act")) only(value == activation, "hidden_act, " + activation);
+    if (key.ends_with("_act")) only(value == activation, "hidden_act, " + printable(activation));
   }
 }
 

@@ -34,7 +34,8 @@ class ConfigReader {
       throw format_error(path_, "", "is " + shortened(object_) + ", expected an object of settings");
   }
   /// The object under `key` of another one.
-  ConfigReader(const ConfigReader& outer, const char* key) : object_(outer.at(key)), path_(outer.path() + ": " + key) {
+  ConfigReader(const ConfigReader& outer, const char* key)
+      : object_(outer.at(key)), path_(outer.path() + ": " + printable(key)) {
     if (!object_.is_object()) outer.refuse(key, "an object of settings");
   }
 
@@ -117,8 +118,7 @@ class ConfigReader {
 
  private:
   static std::string shortened(const nlohmann::json& value) {
-    const std::string text = printable(value.dump());
-    return text.size() > 100 ? text.substr(0, 100) + "..." : text;
+    return printable(value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace), 100);
   }
 
   const nlohmann::json& object_;

@@ -167,7 +167,7 @@ inline FamilyMember family_member(const std::string& name) {
   K3Config& config = member.config;
   config.vocab_size = 1024;
   if (name == "tiny") return member;
-  require(name == "kimi-k3-tiny-random", "family_member", "name", name,
+  require(name == "kimi-k3-tiny-random", "family_member", "name", printable(name),
           "kimi-k3, kimi-k3-0.40b, kimi-k3-0.40b-mxfp4, kimi-k3-tiny-random, kimi-linear-48b or tiny");
   config.vocab_size = 163840;
   config.mixers = family_mixers(17);

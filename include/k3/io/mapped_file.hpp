@@ -35,6 +35,7 @@ class MappedFile {
     if (!S_ISREG(status.st_mode)) fail("is not a regular file", 0);
     bytes_ = static_cast<size>(status.st_size);
     written_ = status.st_mtim;
+    changed_ = status.st_ctim;
     if (bytes_ == 0) return;
     void* const map = ::mmap(nullptr, bytes_, PROT_READ, MAP_SHARED, file_, 0);
     if (map == MAP_FAILED) fail("cannot be mapped: ", errno);
@@ -93,13 +94,16 @@ class MappedFile {
     if (file_ >= 0) ::posix_fadvise(file_, 0, 0, POSIX_FADV_RANDOM);
   }
 
-  /// Whether the file has the size it was mapped with, has not been written to since, and could be read so far.
+  /// Whether the file has the size it was mapped with, has not been written to since, and could be read so far. The
+  /// system's own time of change counts, which no program can put back; so another mode, owner, name or number of links
+  /// is a change too. A change within the same tick of the file system's clock (some ms) as the last before opening
+  /// cannot be told.
   bool still_whole() const noexcept {
     if (file_ < 0) return true;
     struct stat status{};
     return (record_ == nullptr || record_->lost.load() == detail::MapRecord::none) && ::fstat(file_, &status) == 0 &&
-           static_cast<size>(status.st_size) == bytes_ && status.st_mtim.tv_sec == written_.tv_sec &&
-           status.st_mtim.tv_nsec == written_.tv_nsec;
+           static_cast<size>(status.st_size) == bytes_ && same(status.st_mtim, written_) &&
+           same(status.st_ctim, changed_);
   }
 
   /// Throws format_error, with the byte where it is known, unless the file is still whole. Cost: one system call.
@@ -132,6 +136,10 @@ class MappedFile {
     throw format_error(path_, "", code == 0 ? std::string(what) : what + std::generic_category().message(code));
   }
 
+  static bool same(const timespec& a, const timespec& b) noexcept {
+    return a.tv_sec == b.tv_sec && a.tv_nsec == b.tv_nsec;
+  }
+
   void close() noexcept {
     detail::forget_map(record_);
     if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), bytes_);
@@ -147,6 +155,7 @@ class MappedFile {
     std::swap(bytes_, other.bytes_);
     std::swap(file_, other.file_);
     std::swap(written_, other.written_);
+    std::swap(changed_, other.changed_);
     std::swap(record_, other.record_);
   }
 
@@ -161,7 +170,7 @@ class MappedFile {
   const std::byte* data_ = nullptr;
   size bytes_ = 0;
   int file_ = -1;
-  timespec written_{};
+  timespec written_{}, changed_{};
   detail::MapRecord* record_ = nullptr;
 };
 

@@ -131,10 +131,11 @@ class SafetensorsWriter {
     start();
     skip_finished(position->second);
     require(next_ >= position->second, name, "written when there are only " + progress(), "the declared order");
-    require(next_ == position->second, name, "written again after " + tensors_[next_].name, "the declared order");
+    require(next_ == position->second, name, "written again after " + detail::printable(tensors_[next_].name),
+            "the declared order");
     const Declared& tensor = tensors_[next_];
     require(bytes <= tensor.end - written_, name, std::to_string(written_ - tensor.begin + bytes) + " bytes",
-            std::to_string(tensor.end - tensor.begin));
+            "at most " + std::to_string(tensor.end - tensor.begin));
     file_.write(data, bytes);
     written_ += bytes;
   }

@@ -25,7 +25,8 @@ class SlotMemory {
         heap_.reset(static_cast<std::byte*>(::operator new(bytes, alignment)));
     } catch (const std::bad_alloc&) {
     }
-    if (!data()) throw invalid_argument("StreamedExperts", "memory", std::to_string(bytes), "what the system can give");
+    if (!data())
+      throw invalid_argument("StreamedExperts", "memory", std::to_string(bytes), "at most what the system gives");
   }
 
   std::byte* data() const { return given_ ? given_.get() : heap_.get(); }

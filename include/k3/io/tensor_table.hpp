@@ -12,6 +12,7 @@
 
 #include <k3/core/bf16.hpp>
 #include <k3/core/error.hpp>
+#include <k3/io/printable.hpp>
 
 namespace k3 {
 
@@ -107,20 +108,6 @@ struct TensorInfo {
 };
 
 namespace detail {
-
-/// Text from a file for an error message: at most 200 bytes, control characters shown as '?'; in UTF-8 those from
-/// U+0080 to U+009F, which a terminal obeys as well, are two bytes.
-inline std::string printable(std::string_view text) {
-  constexpr size limit = 200;
-  std::string result(text.substr(0, limit));
-  for (size i = 0; i < result.size(); ++i) {
-    const auto byte = static_cast<unsigned char>(result[i]);
-    const bool c1 = byte == 0xc2 && i + 1 < result.size() && static_cast<unsigned char>(result[i + 1]) < 0xa0;
-    if (c1) result.erase(i, 1);
-    if (c1 || byte < 0x20 || byte == 0x7f) result[i] = '?';
-  }
-  return text.size() > limit ? result + "..." : result;
-}
 
 /// Throws format_error for a NUL byte in JSON text, which the parser would take for its end.
 inline void refuse_nul(const std::string& path, const std::string& subject, std::string_view text,

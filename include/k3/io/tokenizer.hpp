@@ -80,13 +80,16 @@ class Tokenizer {
 
   /// From `path`/tiktoken.model and `path`/tokenizer_config.json. The first must be lines "base64 rank" with every rank
   /// from 0 to their number less 1 once, no bytes twice, and each of the 256 single bytes among them; the second must
-  /// name reserved ids only, no two alike. Throws format_error with path and byte offset.
+  /// name reserved ids only, no two alike; its model_max_length is a whole number or nothing. Throws format_error with
+  /// path and byte offset.
   static Tokenizer from_directory(const std::string& path) {
     const std::string model = path + "/tiktoken.model", config = path + "/tokenizer_config.json";
     RankTable ranks = detail::read_ranks(model, detail::read_small_file(model, std::uint64_t{256} << 20));
-    const auto named =
-        detail::read_specials(config, detail::read_small_file(config, std::uint64_t{16} << 20), ranks.count());
-    return Tokenizer(std::move(ranks), named);
+    const detail::TokenizerSettings settings =
+        detail::read_tokenizer_config(config, detail::read_small_file(config, std::uint64_t{16} << 20), ranks.count());
+    Tokenizer result(std::move(ranks), settings.named);
+    result.max_length_ = settings.max_length;
+    return result;
   }
 
   /// From ranks in memory. Throws invalid_argument for a named id outside the reserved block, named twice, or with an
@@ -100,7 +103,8 @@ class Tokenizer {
     for (size i = 0; i < reserved; ++i) {
       if (names_[i].empty()) names_[i] = "<|reserved_token_" + std::to_string(ranks_.count() + i) + "|>";
       const bool fresh = ids_.emplace(names_[i], static_cast<id>(ranks_.count() + i)).second;
-      detail::require(fresh, "Tokenizer", "special name", names_[i], "256 different names");
+      detail::require(
+          fresh, "Tokenizer", "special name", [&] { return detail::printable(names_[i]); }, "256 different names");
     }
     for (const SpecialToken& special : named) named_.add(special.name, special.token);
     for (const char* control : control_strings) {
@@ -123,6 +127,9 @@ class Tokenizer {
   size vocab_size() const noexcept { return ranks_.count() + reserved; }
   /// Ids that stand for bytes: 163,584 for Kimi K3; the reserved block begins here.
   size rank_count() const noexcept { return ranks_.count(); }
+  /// The tokens that a text of this vocabulary's model may have, where its files say so; nothing here depends on it.
+  /// Source: `model_max_length` of tokenizer_config.json.
+  std::optional<size> model_max_length() const noexcept { return max_length_; }
   /// True for an id of the reserved block.
   bool is_reserved(id token) const noexcept {
     return token >= 0 && static_cast<size>(token) >= rank_count() && static_cast<size>(token) < vocab_size();
@@ -199,7 +206,8 @@ class Tokenizer {
                     "one of the 256 from " + std::to_string(rank_count()));
     const size slot = static_cast<size>(special.token) - rank_count();
     detail::require(!special.name.empty() && names_[slot].empty(), "Tokenizer", "special name",
-                    '"' + special.name + '"', "one name, not empty, for id " + std::to_string(special.token));
+                    '"' + detail::printable(special.name) + '"',
+                    "one name, not empty, for id " + std::to_string(special.token));
     names_[slot] = special.name;
     skipped_[slot] = special.special;
   }
@@ -211,6 +219,7 @@ class Tokenizer {
   std::unordered_map<std::string, id> ids_;  // of all 256 names
   detail::SpecialMatcher markup_, named_;
   bool complete_markup_ = true;
+  std::optional<size> max_length_;
 };
 
 }  // namespace k3

@@ -163,20 +163,41 @@ nlohmann::json parse_json(const std::string& path, std::string_view text, SeeKey
   }
 }
 
-/// The named ids of a tokenizer_config.json file.
-inline std::vector<SpecialToken> read_specials(const std::string& path, std::string_view text, size rank_count) {
+/// What is read of a tokenizer_config.json file.
+struct TokenizerSettings {
+  std::vector<SpecialToken> named;
+  std::optional<size> max_length;
+};
+
+/// `model_max_length`: a whole number from 1 on. Absent, null and numbers from 2^31 on, such as the 1e30 that some
+/// writers put there, are no limit.
+inline std::optional<size> read_max_length(const std::string& path, const nlohmann::json& config, size offset) {
+  const char* const name = "model_max_length";
+  if (!config.contains(name) || config[name].is_null()) return std::nullopt;
+  const nlohmann::json& value = config[name];
+  const double number = value.is_number() ? value.get<double>() : 0;
+  const bool whole = value.is_number_integer() || number >= 2147483648.0;
+  if (!whole || number < 1) throw format_error(path, name, "is neither a whole number from 1 on nor null", offset);
+  if (number >= 2147483648.0) return std::nullopt;
+  return value.get<size>();
+}
+
+/// The named ids of a tokenizer_config.json file, and its limit.
+inline TokenizerSettings read_tokenizer_config(const std::string& path, std::string_view text, size rank_count) {
   const std::string table = "added_tokens_decoder", unnamed = "<|reserved_token_";
   std::string section;
   std::unordered_map<std::string, size> offsets;  // behind the keys of the table
+  size max_length = 0;                            // behind that key
   const auto see_key = [&](int level, const std::string& key, size offset) {
     if (level == 1) section = key;
+    if (level == 1 && key == "model_max_length") max_length = offset;
     if (level == 2 && section == table) offsets[key] = offset;
   };
   const nlohmann::json config = parse_json(path, text, see_key);
   if (!config.is_object() || !config.contains(table) || !config[table].is_object()) {
     throw format_error(path, table, "is no object of this file", 0);
   }
-  std::vector<SpecialToken> named;
+  TokenizerSettings result;
   std::set<std::string> names;
   for (const auto& item : config[table].items()) {
     const std::string& key = item.key();
@@ -194,9 +215,10 @@ inline std::vector<SpecialToken> read_specials(const std::string& path, std::str
     check(names.insert(name).second, "content " + quoted(name) + " twice");
     check(name.compare(0, unnamed.size(), unnamed) != 0 || name == unnamed + key + "|>",
           "content is the name of another id");
-    named.push_back({static_cast<id>(*token), name, entry.value("special", true)});
+    result.named.push_back({static_cast<id>(*token), name, entry.value("special", true)});
   }
-  return named;
+  result.max_length = read_max_length(path, config, max_length);
+  return result;
 }
 
 }  // namespace detail

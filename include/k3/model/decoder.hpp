@@ -80,7 +80,7 @@ class Decoder {
     for (size row = 0; row < rows_; ++row) {
       const size slot = static_cast<size>(work_.slots[row]);
       cache.advance(slot, 1);
-      if (work_.status[row] != RowStatus::ok) cache.invalidate(slot, work_.status[row]);
+      if (work_.status[row] != RowStatus::ok) cache.invalidate(slot, work_.status[row], work_.fault_layer[row]);
     }
   }
 
@@ -100,11 +100,19 @@ class Decoder {
     require_index("Decoder::status", index);
     return work_.logit_status[index];
   }
+  /// The layer in which NaN was found in the wanted row `index`: the one whose router met it, or the last for NaN
+  /// logits; else `no_layer`.
+  size fault_layer(size index) const {
+    const RowStatus found = status(index);
+    const bool nan = found == RowStatus::nan_router_logits || found == RowStatus::nan_logits;
+    return nan ? work_.fault_layer[work_.logit_rows[index]] : no_layer;
+  }
   /// The most likely token of the wanted row `index`; ties go to the lower id. Throws invalid_argument where the row is
   /// not ok.
   id argmax(size index) const {
     if (status(index) != RowStatus::ok)
-      throw invalid_argument("Decoder", "logits of row " + std::to_string(index), text(status(index)), "numbers");
+      throw invalid_argument("Decoder", "logits of row " + std::to_string(index),
+                             text(status(index), fault_layer(index)), "numbers");
     return work_.argmax[index];
   }
 
@@ -129,6 +137,11 @@ class Decoder {
   void norm_input(const AnyVector<>& res_norm, const AnyVector<>& res_proj, const AnyVector<>& norm,
                   const char* probs_name, size layer, Observer& observe);
   void add_to_stream(bool empty);
+  /// Rows whose status is new were found wrong in this layer.
+  void note_faults(size layer) {
+    for (size row = 0; row < rows_; ++row)
+      if (work_.status[row] != RowStatus::ok && work_.fault_layer[row] == no_layer) work_.fault_layer[row] = layer;
+  }
   template <class Observer>
   void head(Observer& observe);
 
@@ -175,6 +188,7 @@ void Decoder<P, G>::load_rows(const DecoderBatch& batch) {
     work_.slots[rows_] = batch.slots(row);
     work_.positions[rows_] = batch.positions(row);
     work_.status[rows_] = RowStatus::ok;
+    work_.fault_layer[rows_] = no_layer;
     ++rows_;
   }
 }
@@ -236,6 +250,7 @@ void Decoder<P, G>::run_layer(LayerCache<P>& cache, const LayerWeights& layer, O
     latent_moe_forward(exec_, geometry_.moe, normed, layer.moe, *layer.experts,
                        static_cast<Accumulator>(geometry_.rms_norm_eps), *work_.moe, part,
                        {ablation_.force_expert, {}, view(work_.status.data(), rows_)});
+    note_faults(index);
     observe("router_logits", index, work_.moe->router_logits());
     observe("topk_ids", index, work_.moe->topk_ids());
     observe("topk_weights", index, work_.moe->topk_weights());
@@ -309,6 +324,7 @@ void Decoder<P, G>::head(Observer& observe) {
     if (work_.status[row] == RowStatus::ok) work_.status[row] = work_.logit_status[i];
     work_.logit_status[i] = work_.status[row];
   }
+  note_faults(last - 1);
 }
 
 }  // namespace k3

@@ -17,6 +17,15 @@ struct DecoderBatch {
 
 namespace detail {
 
+/// Why the sequence in a slot is not usable; a cache need not know the layer.
+template <class Cache>
+std::string fault_text(const Cache& cache, size slot) {
+  if constexpr (requires { cache.fault_layer(slot); })
+    return text(cache.status(slot), cache.fault_layer(slot));
+  else
+    return text(cache.status(slot));
+}
+
 /// Throws invalid_argument, naming row and argument, for a batch that a decoder of these sizes cannot take into
 /// `cache`. Texts are made only for a failure: this runs before every token.
 template <class Cache>
@@ -43,7 +52,7 @@ void check_batch(const DecoderBatch& batch, const Cache& cache, const std::vecto
       fail("slots", row, slot, "below " + std::to_string(cache.slots()));
     if (cache.status(static_cast<size>(slot)) != RowStatus::ok)
       throw invalid_argument("Decoder::forward", "the sequence in slot " + std::to_string(slot),
-                             text(cache.status(static_cast<size>(slot))),
+                             fault_text(cache, static_cast<size>(slot)),
                              "one that was reset, restored or rolled back since");
     size expected = cache.position(static_cast<size>(slot));
     for (size earlier = row; earlier-- > 0;) {

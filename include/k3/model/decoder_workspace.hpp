@@ -26,6 +26,7 @@ struct DecoderWorkspace {
         positions(length<size>(max_rows, 1)),
         logit_rows(length<size>(max_logit_rows, 1)),
         status(max_rows),
+        fault_layer(length<size>(max_rows, 1)),
         logit_status(max_logit_rows),
         argmax(max_logit_rows),
         snapshot_count(k3::snapshot_count(graph.layers.size(), g.attn_res_block_size)),
@@ -47,7 +48,9 @@ struct DecoderWorkspace {
 
   std::vector<id> tokens, slots;
   std::vector<size> positions, logit_rows;
-  std::vector<RowStatus> status, logit_status;
+  std::vector<RowStatus> status;
+  std::vector<size> fault_layer;  // where a row's status was found; no_layer where it is ok
+  std::vector<RowStatus> logit_status;
   std::vector<id> argmax;
   size snapshot_count;
   std::vector<Activation> stream;      // [R, hidden], the running sum

@@ -94,6 +94,8 @@ class HybridCache {
   /// Anything but ok: a step found NaN in this sequence or did not finish; only reset, restore or rollback make the
   /// slot usable again.
   RowStatus status(size slot) const { return sequences_[slot].status; }
+  /// The layer in which that was found, or `no_layer`.
+  size fault_layer(size slot) const { return sequences_[slot].layer; }
 
   /// Makes the slot that of a new, empty sequence.
   void reset(size slot) {
@@ -104,7 +106,7 @@ class HybridCache {
 
   /// What a step that succeeded (or did not) makes of a slot; for decoders.
   void advance(size slot, size tokens) { sequences_.advance(slot, tokens); }
-  void invalidate(size slot, RowStatus status) { sequences_.invalidate(slot, status); }
+  void invalidate(size slot, RowStatus status, size layer = no_layer) { sequences_.invalidate(slot, status, layer); }
 
   CacheSnapshot<P> snapshot(size slot) const;
   /// Replaces the slot's sequence by a snapshot's. Throws invalid_argument, changing nothing, where the snapshot is of

@@ -10,6 +10,18 @@
 
 namespace k3 {
 
+/// Where a step found a fault, if it is known.
+inline constexpr size no_layer = ~size{0};
+
+/// A fault and its place: "NaN router logits in model.layers.5". NaN in a router began there or behind the router of
+/// the layer before, which was still well; NaN logits began behind the last router, or, without routers, anywhere.
+inline std::string text(RowStatus status, size layer) {
+  std::string result = text(status);
+  if (layer == no_layer || (status != RowStatus::nan_router_logits && status != RowStatus::nan_logits)) return result;
+  result += status == RowStatus::nan_logits ? " of lm_head, behind model.layers." : " in model.layers.";
+  return result + std::to_string(layer);
+}
+
 /// What a cache, on the host or on a device, remembers of the sequences in its slots: how many tokens each has taken,
 /// whether it is usable, and which past it has.
 class SequenceTable {
@@ -19,6 +31,7 @@ class SequenceTable {
   struct Sequence {
     size position = 0, generation = 0;
     RowStatus status = RowStatus::ok;
+    size layer = no_layer;  ///< of the fault
   };
 
   explicit SequenceTable(size slots) {
@@ -45,25 +58,29 @@ class SequenceTable {
   /// As above, and where its sequence is not usable.
   const Sequence& usable(size slot, const char* operation) const {
     const Sequence& sequence = (*this)[slot];
-    detail::require(sequence.status == RowStatus::ok, operation, "the slot's sequence", text(sequence.status),
-                    "a usable sequence");
+    detail::require(
+        sequence.status == RowStatus::ok, operation, "the slot's sequence",
+        [&] { return text(sequence.status, sequence.layer); }, "a usable sequence");
     return sequence;
   }
 
   /// Another sequence, standing at `position`, is in the slot now.
   void replace(size slot, size position) {
     const size name = new_name();
-    at(slot) = {{position, name, RowStatus::ok}, name, {}};
+    at(slot) = {{position, name}, name, {}};
   }
   void advance(size slot, size tokens) {
     at(slot).position += tokens;
     at(slot).generation = generation_at(at(slot), at(slot).position);
   }
-  void invalidate(size slot, RowStatus status) { at(slot).status = status; }
+  void invalidate(size slot, RowStatus status, size layer = no_layer) {
+    at(slot).status = status;
+    at(slot).layer = layer;
+  }
   /// The same sequence, back at a position of its past.
   void rewind(size slot, size position) {
     Slot& s = at(slot);
-    static_cast<Sequence&>(s) = {position, generation_at(s, position), RowStatus::ok};
+    static_cast<Sequence&>(s) = {position, generation_at(s, position)};
     branch_off(s);
   }
 
