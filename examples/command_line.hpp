@@ -71,7 +71,9 @@ inline void describe_engine(CLI::App& app, EngineOptions& options) {
       throw CLI::ValidationError(problem.what());
     }
   };
-  app.add_option_function<std::string>("--threads", set_threads, "threads; 0: all cores")->default_str("0");
+  app.add_option_function<std::string>("--threads", set_threads, "threads; 0: all cores")
+      ->type_name("N")
+      ->default_str("0");
   app.add_option("--precision", options.precision, "fp32, fp64 or bf16: activations and caches")
       ->check(CLI::IsMember({"fp32", "fp64", "bf16"}))
       ->capture_default_str();
@@ -83,6 +85,8 @@ inline void check_engine(const EngineOptions& options) {
   if (!cuda_backend_built()) throw UsageError("--backend cuda: this program was built without CUDA");
   if (options.threads != 0) throw UsageError("--backend cuda takes no --threads");
   if (options.precision == "fp64") throw UsageError("--backend cuda takes --precision fp32 or bf16");
+  const std::string problem = gpu_problem();
+  if (!problem.empty()) throw k3::error("--backend cuda: " + problem + "; --backend host needs none");
 }
 
 inline void require_output() {

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+#include <algorithm>
+
 #include <k3/k3.cuh>
 
 #include "cuda_backend.hpp"
@@ -46,6 +48,25 @@ class DeviceEngine : DeviceParts<P>, public EngineOf<k3::DeviceDecoder<P>, k3::D
 }  // namespace
 
 bool cuda_backend_built() { return true; }
+
+std::string gpu_problem() {
+  int count = 0;
+  const cudaError_t code = cudaGetDeviceCount(&count);
+  k3::detail::ignore_cuda(code);
+  if (code == cudaErrorNoDevice || (code == cudaSuccess && count == 0))
+    return "no NVIDIA GPU can be seen here: see whether nvidia-smi lists one and CUDA_VISIBLE_DEVICES lets it through";
+  if (code == cudaErrorInsufficientDriver)
+    return "there is no NVIDIA driver here, or it is older than the CUDA version of this program: install one at least "
+           "as new (nvidia-smi shows the version that a driver supports)";
+  return code == cudaSuccess ? "" : k3::detail::cuda_description(code);
+}
+
+std::uint64_t gpu_expert_floor(const k3::K3CpuModel& model) {
+  std::uint64_t largest = 0;
+  for (const k3::LayerWeights& layer : model.weights.layers)
+    if (layer.experts) largest = std::max<std::uint64_t>(largest, k3::detail::planned_bytes((*layer.experts)[0]));
+  return model.config.moe.top_k * largest;
+}
 
 std::shared_ptr<std::byte> gpu_host_memory(std::size_t bytes) { return k3::pinned_memory(bytes); }
 

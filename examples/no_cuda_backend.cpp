@@ -4,6 +4,10 @@
 
 bool cuda_backend_built() { return false; }
 
+std::string gpu_problem() { return "this program was built without CUDA"; }
+
+std::uint64_t gpu_expert_floor(const k3::K3CpuModel&) { return 0; }
+
 std::shared_ptr<std::byte> gpu_host_memory(std::size_t) { return nullptr; }
 
 std::unique_ptr<Engine> make_cuda_engine(const k3::K3CpuModel&, const EngineOptions&, const MoveProgress&) {

@@ -8,13 +8,14 @@
 #include <k3/io/chat.hpp>
 
 #include "printer.hpp"
+#include "text_input.hpp"
 #include "tool.hpp"
 
 namespace {
 
 struct Arguments {
   std::string model, max_new_text = "4096", context_text = "8192";
-  std::optional<std::string> system;
+  std::optional<std::string> system, system_file, prompt_file;
   bool no_think = false, json = false;
   EngineOptions engine;
   ExpertMemory memory;
@@ -25,12 +26,11 @@ class LineReader {
  public:
   /// The next line without its end; nothing at the end of input or after Ctrl-C.
   std::optional<std::string> next() {
-    constexpr std::size_t longest = std::size_t{16} << 20;
     for (;;) {
       const std::size_t end = held_.find('\n', searched_);
       if (end != held_.npos) return take(end, 1);
       searched_ = held_.size();
-      if (held_.size() > longest) throw k3::error("a line of more than 16 MB on standard input");
+      if (held_.size() > longest_text) throw k3::error("a line of more than 16 MB on standard input");
       char part[65536];
       const ssize_t count = ended_ ? 0 : ::read(STDIN_FILENO, part, sizeof part);
       if (count < 0 && errno == EINTR && !interrupted()) continue;
@@ -51,19 +51,20 @@ class LineReader {
     std::string line = held_.substr(0, length);
     held_.erase(0, length + end);
     searched_ = 0;
+    require_utf8("line " + std::to_string(++lines_) + " of standard input", line);
     if (!line.empty() && line.back() == '\r') line.pop_back();
     return line;
   }
 
   std::string held_;
-  std::size_t searched_ = 0;
+  std::size_t searched_ = 0, lines_ = 0;
   bool ended_ = false;
 };
 
 /// The conversation so far lies in the engine's caches, but for the last ids, which the next turn brings along.
 class Conversation {
  public:
-  Conversation(const Arguments& a, OpenModel& open, std::size_t max_new)
+  Conversation(const Arguments& a, const std::optional<std::string>& system, OpenModel& open, std::size_t max_new)
       : open_(open),
         tokenizer_(*open.tokenizer),
         thinking_(!a.no_think),
@@ -74,8 +75,7 @@ class Conversation {
     eos_.push_back(*tokenizer_.special_id(k3::detail::chat_end));
     statistics_.opening = open.seconds;
     statistics_.experts = open.experts;
-    if (a.system)
-      waiting_ = k3::encode_chat(tokenizer_, {{k3::ChatRole::system, *a.system}}, {.generation_prompt = false});
+    if (system) waiting_ = k3::encode_chat(tokenizer_, {{k3::ChatRole::system, *system}}, {.generation_prompt = false});
   }
 
   /// Takes a turn and prints the reply; false where the context has no room for it.
@@ -121,23 +121,44 @@ class Conversation {
   Statistics statistics_;
 };
 
+/// The texts of the call; files are read, with their mistakes, before the model is opened.
+struct Texts {
+  std::optional<std::string> system, turn;
+};
+
+Texts given_texts(const Arguments& a) {
+  Texts texts{a.system, {}};
+  if (a.system && a.system_file) throw UsageError("--system and --system-file exclude each other");
+  if (a.system_file == "-" && a.prompt_file == "-")
+    throw UsageError("--system-file and --prompt-file: only one of them can be standard input");
+  if (a.system) require_utf8("--system", *a.system);
+  if (a.system_file) texts.system = read_text(*a.system_file);
+  if (a.prompt_file) texts.turn = read_text(*a.prompt_file);
+  if (texts.turn && texts.turn->empty()) throw UsageError("--prompt-file: the prompt is empty");
+  return texts;
+}
+
 int run(const Arguments& a) {
   const std::size_t max_new = parse_number("--max-new", a.max_new_text, 0x7fffffff);
   if (max_new == 0) throw UsageError("--max-new: a reply needs at least one token");
   std::size_t context = parse_number("--context", a.context_text, 0x7fffffff);
   if (context == 0) throw UsageError("--context: a conversation needs at least one position");
   check_engine(a.engine);
+  check_memory(a.memory, a.engine);
   catch_interrupt();
+  const Texts texts = given_texts(a);
   OpenModel open = open_model(a.model, a.memory, a.engine);
   if (!open.tokenizer || !k3::can_chat(*open.tokenizer))
     throw k3::format_error(a.model, "", "has no tokenizer that names <|open|>, <|close|>, <|sep|> and <|end_of_msg|>");
-  context = std::min(context, open.model.config.max_position_embeddings);
+  const bool limited = context >= open.model.config.max_position_embeddings;
+  if (limited) context = open.model.config.max_position_embeddings;
+  warn_of_length(open, context);
   print_layer_map(open.model);
   start_engine(open, a.memory, a.engine, context, 32);
-  Conversation conversation(a, open, max_new);
+  Conversation conversation(a, texts.system, open, max_new);
   const bool prompted = isatty(STDIN_FILENO) && !a.json;
   LineReader lines;
-  bool room = true;
+  bool room = !texts.turn || conversation.turn(*texts.turn);
   while (room && !interrupted()) {
     if (prompted) std::cout << "> " << std::flush;
     const std::optional<std::string> line = lines.next();
@@ -147,6 +168,9 @@ int run(const Arguments& a) {
   if (prompted) std::cout << std::endl;
   if (a.json) print_json_line(statistics_json(conversation.statistics()));
   print_statistics(conversation.statistics());
+  if (!room && limited)
+    throw k3::error("the context of " + std::to_string(context) +
+                    " tokens is full, all the positions that the model has");
   if (!room) throw k3::error("the context of " + std::to_string(context) + " tokens is full (--context sets it)");
   return interrupted() ? interrupted_status : 0;
 }
@@ -159,9 +183,17 @@ Command describe_chat(CLI::App& app) {
   command->add_option("MODEL_DIR", a->model, "folder with config.json, the safetensors files and the tokenizer")
       ->required();
   command->add_option("--system", a->system, "a system message to begin with");
+  command->add_option("--system-file", a->system_file, "the same from a file, or with - from standard input")
+      ->type_name("FILE");
+  command
+      ->add_option("--prompt-file", a->prompt_file,
+                   "the first turn, of any number of lines, from a file, or with - all of standard input")
+      ->type_name("FILE");
   command->add_flag("--no-think", a->no_think, "answer without thinking");
-  command->add_option("--max-new", a->max_new_text, "tokens of a reply at most")->capture_default_str();
-  command->add_option("--context", a->context_text, "tokens of the whole conversation at most")->capture_default_str();
+  command->add_option("--max-new", a->max_new_text, "tokens of a reply at most")->type_name("N")->capture_default_str();
+  command->add_option("--context", a->context_text, "tokens of the whole conversation at most")
+      ->type_name("N")
+      ->capture_default_str();
   describe_engine(*command, a->engine);
   describe_memory(*command, a->memory);
   command->add_flag("--json", a->json, "print a JSON object a line: pieces as they come, then the statistics");

@@ -3,7 +3,6 @@
 
 #include <cinttypes>
 #include <cstdio>
-#include <set>
 
 #include <k3/io/config_writer.hpp>
 
@@ -29,7 +28,10 @@ struct Findings {
   std::size_t files = 0;
   std::uint64_t expert_tensors = 0;
   std::vector<std::string> others;  ///< files of the folder that are no part of the text model
+  std::vector<std::string> strays;  ///< safetensors files that are not the model's
   std::optional<k3::id> tokenizer_end;
+  std::optional<std::size_t> tokenizer_limit;
+  std::uint64_t floor = 0;  ///< of --host-memory; 0: no experts, or not known
   std::optional<k3::format_error> problem;
 
   /// Whether what the configuration asks for can be counted: a hostile one may name any number of experts.
@@ -80,17 +82,15 @@ bool known_extra(const std::string& name) {
 }
 
 void look_at_folder(const std::string& folder, const k3::Safetensors* set, Findings& findings) {
-  std::set<std::string> parts;
-  if (set)
-    for (const k3::MappedFile& file : set->files())
-      parts.insert(std::filesystem::path(file.path()).filename().string());
+  if (set) findings.strays = k3::stray_safetensors(*set);
   std::error_code problem;
   for (std::filesystem::directory_iterator entry(folder, problem), end; !problem && entry != end;
        entry.increment(problem)) {
     const std::string name = entry->path().filename().string();
-    // Where the files could not be opened together, which of them are the model's is not known.
-    if (!set && name.ends_with(".safetensors")) continue;
-    if (!parts.count(name) && !known_extra(name)) findings.others.push_back(name);
+    // Those that are not the model's are told by themselves; where the files could not be opened together, which of
+    // them are is not known.
+    if (name.ends_with(".safetensors")) continue;
+    if (!known_extra(name)) findings.others.push_back(name);
   }
   std::sort(findings.others.begin(), findings.others.end());
 }
@@ -101,6 +101,7 @@ Findings look(const std::string& folder) {
   std::shared_ptr<const k3::Safetensors> set;
   try {
     set = std::make_shared<const k3::Safetensors>(k3::open_safetensors_set(folder));
+    stop_if_interrupted();
     findings.opened = true;
     findings.files = set->files().size();
     findings.form = form_of(*set);
@@ -108,8 +109,17 @@ Findings look(const std::string& folder) {
       (k3::detail::is_vision_tensor(tensor) ? findings.vision : findings.found).add(tensor.dtype, tensor.bytes());
       findings.expert_tensors += tensor.name.find(".experts.") != tensor.name.npos;
     }
-    findings.config = k3::from_pretrained(folder, set).config;
-    if (const auto tokenizer = find_tokenizer(folder)) findings.tokenizer_end = tokenizer->special_id("[EOS]");
+    k3::StreamingOptions streaming;  // which tells the floor
+    streaming.readers = 1;
+    streaming.window = 1;
+    const k3::StreamedModel streamed =
+        k3::stream_pretrained(folder, set, streaming, [](std::size_t, std::size_t) { stop_if_interrupted(); });
+    findings.config = streamed.model.config;
+    if (streamed.experts) findings.floor = streamed.experts->floor();
+    if (const auto tokenizer = find_tokenizer(folder)) {
+      findings.tokenizer_end = tokenizer->special_id("[EOS]");
+      findings.tokenizer_limit = tokenizer->model_max_length();
+    }
   } catch (const k3::format_error& problem) {
     findings.problem = problem;
     if (!findings.opened) findings.form = form_of_parts(folder);
@@ -135,14 +145,17 @@ std::string short_text(float value) {
   return text;
 }
 
-void print_geometry(const k3::K3Config& c, const std::optional<k3::id>& tokenizer_end) {
+void print_geometry(const k3::K3Config& c, const Findings& findings) {
+  const std::optional<k3::id>& tokenizer_end = findings.tokenizer_end;
   const k3::K3Graph graph = k3::K3Graph::from_config(c);
   std::printf("%s, %zu layers: %zu KDA, %zu MLA; %zu dense, %zu with experts\n",
               c.attn_res_block_size > 0 ? "Kimi K3" : "Kimi-Linear", graph.layers.size(), graph.kda_count(),
               graph.mla_count(), c.first_k_dense_replace, graph.layers.size() - c.first_k_dense_replace);
   std::printf("layer map (K KDA, M MLA; d dense, e experts): %s\n", layer_map(graph).c_str());
-  std::printf("hidden %zu, dense %zu, vocabulary %zu, positions %zu\n", c.hidden_size, c.intermediate_size,
-              c.vocab_size, c.max_position_embeddings);
+  std::printf("hidden %zu, dense %zu, vocabulary %zu, positions %zu", c.hidden_size, c.intermediate_size, c.vocab_size,
+              c.max_position_embeddings);
+  if (findings.tokenizer_limit) std::printf(" (model_max_length of the tokenizer %zu)", *findings.tokenizer_limit);
+  std::printf("\n");
   std::printf("KDA: %zu heads of %zu, convolution %zu, gate %s, output gate %s\n", c.kda.heads, c.kda.head_dim,
               c.kda.conv_kernel,
               c.kda.gate_lower_bound ? ("above " + short_text(*c.kda.gate_lower_bound)).c_str() : "unbounded",
@@ -182,7 +195,7 @@ void print_census(const Findings& f, const k3::TensorCensus& expected) {
   if (f.opened) std::printf("in %zu file%s\n", f.files, f.files == 1 ? "" : "s");
 }
 
-void print_memory(const MemoryNeed& need, const MemoryQuestion& how) {
+void print_memory(const MemoryNeed& need, const MemoryQuestion& how, const Findings& findings) {
   std::printf("\nmemory for %zu sequence%s of %zu tokens in %s, bytes%s\n", how.batch, how.batch == 1 ? "" : "s",
               how.context, how.precision.c_str(),
               how.gpus > 1 ? (" on each of " + std::to_string(how.gpus) + " GPUs").c_str() : "");
@@ -193,8 +206,15 @@ void print_memory(const MemoryNeed& need, const MemoryQuestion& how) {
                                                          {"workspace, about", need.workspace},
                                                          {"all", need.total()}};
   for (const auto& [name, bytes] : lines) std::printf("%-20s %22s\n", name, grouped(bytes).c_str());
-  std::printf("an expert has %s bytes; one token reads %s bytes of experts\n", grouped(need.one_expert).c_str(),
+  if (need.one_expert == 0) return;
+  const std::size_t layers = findings.config->mixers.size() - findings.config->first_k_dense_replace;
+  std::printf("\nan expert has %s bytes; one token uses %s bytes of experts", grouped(need.one_expert).c_str(),
               grouped(need.experts_of_token).c_str());
+  if (layers > 1) std::printf(", %s in each of %zu layers", grouped(need.experts_of_token / layers).c_str(), layers);
+  std::printf("\n");
+  if (findings.floor > 0)
+    std::printf("least --host-memory: %s (%s bytes), the %zu experts of one token in one layer\n",
+                option_bytes(findings.floor).c_str(), grouped(findings.floor).c_str(), findings.config->moe.top_k);
 }
 
 ordered_json census_json(const k3::TensorCensus& census) {
@@ -229,6 +249,7 @@ ordered_json to_json(const Findings& f, const MemoryQuestion& how) {
                         {"all", need.total()},
                         {"one_expert", need.one_expert},
                         {"experts_of_token", need.experts_of_token}};
+    if (f.floor > 0) result["memory"]["least_host_memory"] = f.floor;
   }
   if (f.opened) {
     result["found"] = census_json(f.found);
@@ -236,6 +257,9 @@ ordered_json to_json(const Findings& f, const MemoryQuestion& how) {
     result["files"] = f.files;
   }
   result["other_files"] = f.others;
+  result["stray_safetensors"] = f.strays;
+  result["model_max_length"] = nullptr;
+  if (f.tokenizer_limit) result["model_max_length"] = *f.tokenizer_limit;
   result["problem"] = nullptr;
   if (f.problem) {
     result["problem"] = {
@@ -254,18 +278,24 @@ int run(Arguments& a) {
   // So that no number of bytes wraps.
   if (a.how.context > (std::uint64_t{1} << 40) / a.how.batch)
     throw UsageError("--context and --batch: at most 2^40 positions");
+  catch_interrupt();
   const Findings findings = look(a.model);
+  stop_if_interrupted();
   if (a.json) {
     std::cout << to_json(findings, a.how).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << std::endl;
   } else if (findings.config) {
-    print_geometry(*findings.config, findings.tokenizer_end);
+    print_geometry(*findings.config, findings);
     if (findings.countable()) {
       print_census(findings, k3::planned_census(*findings.config, findings.form));
-      print_memory(memory_need(*findings.config, findings.form, a.how), a.how);
+      print_memory(memory_need(*findings.config, findings.form, a.how), a.how, findings);
     }
     for (const std::string& name : findings.others)
       std::printf("passed over: %s\n", k3::detail::printable(name).c_str());
   }
+  if (!a.json)
+    for (const std::string& name : findings.strays)
+      std::printf("wrong: %s is a safetensors file, but not one of this model's; it is not read\n",
+                  k3::detail::printable(name).c_str());
   std::fflush(stdout);
   if (std::ferror(stdout)) throw k3::error("standard output cannot be written");
   require_output();
@@ -281,9 +311,10 @@ Command describe_inspect(CLI::App& app) {
   const auto a = std::make_shared<Arguments>();
   command->add_option("MODEL_DIR", a->model, "folder with config.json and the safetensors files")->required();
   command->add_option("--context", a->context_text, "tokens of a sequence, for the memory needed")
+      ->type_name("N")
       ->capture_default_str();
-  command->add_option("--batch", a->batch_text, "sequences at once")->capture_default_str();
-  command->add_option("--gpus", a->gpus_text, "GPUs to spread the model over")->capture_default_str();
+  command->add_option("--batch", a->batch_text, "sequences at once")->type_name("N")->capture_default_str();
+  command->add_option("--gpus", a->gpus_text, "GPUs to spread the model over")->type_name("N")->capture_default_str();
   command->add_option("--precision", a->how.precision, "fp32, fp64 or bf16: activations and caches")
       ->check(CLI::IsMember({"fp32", "fp64", "bf16"}))
       ->capture_default_str();

@@ -14,8 +14,16 @@ int main(int argc, char** argv) {
                                                       {"chat", describe_chat(app)},
                                                       {"make-checkpoint", describe_make_checkpoint(app)}};
   return run_program(app, argc, argv, "k3", [&] {
-    for (const auto& [name, command] : commands)
-      if (app.got_subcommand(name)) return command();
+    try {
+      for (const auto& [name, command] : commands)
+        if (app.got_subcommand(name)) return command();
+    } catch (const Interrupted&) {
+      return interrupted_status;
+    } catch (const std::exception&) {
+      // A write that waited for its reader fails at Ctrl-C.
+      if (!interrupted() || std::cout) throw;
+      return interrupted_status;
+    }
     return 2;
   });
 }

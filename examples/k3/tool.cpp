@@ -18,9 +18,6 @@ volatile std::sig_atomic_t interrupt_flag = 0;
 
 void on_interrupt(int) { interrupt_flag = 1; }
 
-/// Thrown between two tokens to leave k3::greedy_decode.
-struct Interrupted {};
-
 }  // namespace
 
 void catch_interrupt() {
@@ -32,6 +29,9 @@ void catch_interrupt() {
 }
 
 bool interrupted() { return interrupt_flag != 0; }
+void stop_if_interrupted() {
+  if (interrupted()) throw Interrupted{};
+}
 
 std::uint64_t bytes_read() {
   std::ifstream file("/proc/self/io");
@@ -111,91 +111,24 @@ std::string statistics_json(const Statistics& s) {
   return json;
 }
 
-namespace {
-
-/// A number of bytes, with K, M, G or T for powers of 1024.
-std::uint64_t parse_bytes(const std::string& option, std::string text) {
-  const std::string units = "KMGT";
-  const std::size_t unit = text.empty() ? units.npos : units.find(text.back());
-  const unsigned shift = unit == units.npos ? 0 : 10 * (static_cast<unsigned>(unit) + 1);
-  try {
-    return parse_number(option, unit == units.npos ? text : text.substr(0, text.size() - 1), ~std::uint64_t{0} >> shift)
-           << shift;
-  } catch (const UsageError&) {
-    throw UsageError(option + ": \"" + text + "\" is not a number of bytes, such as 800M or 8G, or auto");
-  }
-}
-
-std::uint64_t available_memory() {
-  std::ifstream file("/proc/meminfo");
-  for (std::string key, rest; file >> key; std::getline(file, rest)) {
-    std::uint64_t kilobytes = 0;
-    if (key == "MemAvailable:" && file >> kilobytes) return kilobytes << 10;
-  }
-  throw k3::error("--host-memory auto: the system does not say how much memory is available (/proc/meminfo)");
-}
-
-/// Nine tenths of what is available, less the rest of the model; caches and everybody else get the remaining tenth.
-std::uint64_t memory_for_experts(const k3::Safetensors& files) {
-  std::uint64_t trunk = 0;
-  for (const k3::TensorInfo& tensor : files.tensors())
-    if (!k3::detail::is_vision_tensor(tensor) && tensor.name.find(".experts.") == tensor.name.npos)
-      trunk += tensor.bytes();
-  const std::uint64_t available = available_memory();
-  if (available / 10 * 9 <= trunk)
-    throw UsageError("--host-memory auto: the rest of the model takes " + std::to_string(trunk) +
-                     " bytes, nine tenths of the " + std::to_string(available) +
-                     " that are available or more; a number leaves the rest to the file cache");
-  return available / 10 * 9 - trunk;
-}
-
-}  // namespace
-
-void describe_memory(CLI::App& app, ExpertMemory& memory) {
-  const auto given = [](const std::string& text) { return std::string(text.empty() ? "needs a number of bytes" : ""); };
-  app.add_option("--host-memory", memory.host,
-                 "read routed experts on demand into this much memory: bytes, such as 800M or 8G, or auto; without it "
-                 "the files are mapped, or, with --backend cuda, read through room for 6 experts")
-      ->check(given, "");
-  app.add_option("--gpu-memory", memory.gpu,
-                 "with --backend cuda: memory for routed experts on the GPU, bytes or auto: what the rest leaves free "
-                 "(the default); what does not fit is read on demand")
-      ->check(given, "");
-}
-
-namespace {
-
-/// What an option of describe_memory says in bytes; `automatic()` where it says auto.
-template <class Automatic>
-std::uint64_t bytes_of(const std::string& option, const std::string& text, Automatic&& automatic) {
-  return text == "auto" ? automatic() : parse_bytes(option, text);
-}
-
-}  // namespace
-
 OpenModel open_model(const std::string& folder, const ExpertMemory& memory, const EngineOptions& engine) {
   k3::catch_lost_pages();
-  const bool cuda = engine.backend == "cuda";
-  if (!memory.gpu.empty() && !cuda) throw UsageError("--gpu-memory: only with --backend cuda");
-  // Mistakes in the call come before anything is opened.
-  const auto none = [] { return std::uint64_t{0}; };
-  if (!memory.gpu.empty()) bytes_of("--gpu-memory", memory.gpu, none);
-  if (!memory.host.empty()) bytes_of("--host-memory", memory.host, none);
+  check_memory(memory, engine);  // mistakes in the call come before anything is opened
   OpenModel open;
   const Stopwatch watch;
   open.tokenizer = find_tokenizer(folder);
-  Progress progress("opening");
+  stop_if_interrupted();
+  Progress bar("opening");
+  const k3::LoadProgress progress = [&](std::size_t done, std::size_t total) {
+    stop_if_interrupted();
+    bar(done, total);
+  };
   open.files = std::make_shared<const k3::Safetensors>(k3::open_safetensors_set(folder));
-  if (memory.host.empty() && !cuda) {
-    open.model = k3::from_pretrained(folder, open.files, std::ref(progress));
+  stop_if_interrupted();
+  if (memory.host.empty() && engine.backend != "cuda") {
+    open.model = k3::from_pretrained(folder, open.files, progress);
   } else {
-    k3::StreamingOptions streaming;
-    if (memory.host.empty())
-      streaming.window = 6;
-    else
-      streaming.memory = bytes_of("--host-memory", memory.host, [&] { return memory_for_experts(*open.files); });
-    if (cuda) streaming.allocate = gpu_host_memory;
-    k3::StreamedModel streamed = k3::stream_pretrained(folder, open.files, streaming, std::ref(progress));
+    k3::StreamedModel streamed = stream_experts(folder, open.files, memory, engine, progress);
     open.model = std::move(streamed.model);
     open.experts = std::move(streamed.experts);
   }
@@ -210,13 +143,21 @@ void start_engine(OpenModel& open, const ExpertMemory& memory, EngineOptions opt
   Progress upload("to the GPU, MB");
   options.capacity = capacity;
   options.rows = std::clamp<std::size_t>(prompt, 1, 32);
-  options.gpu_memory = EngineOptions::automatic;
-  if (!memory.gpu.empty())
-    options.gpu_memory = bytes_of("--gpu-memory", memory.gpu, [] { return EngineOptions::automatic; });
   options.read = k3::WeightReader(open.files);
-  open.engine =
-      make_engine(open.model, options, [&](std::size_t done, std::size_t total) { upload(done >> 20, total >> 20); });
+  stop_if_interrupted();
+  open.engine = make_engine_for(open.model, memory, options, [&](std::size_t done, std::size_t total) {
+    stop_if_interrupted();
+    upload(done >> 20, total >> 20);
+  });
+  open.files->require_whole();  // what was copied to a GPU is what was opened
   open.seconds += watch.seconds();
+}
+
+void warn_of_length(const OpenModel& open, std::size_t tokens) {
+  const auto limit = open.tokenizer ? open.tokenizer->model_max_length() : std::nullopt;
+  if (limit && tokens > *limit)
+    std::fprintf(stderr, "k3: up to %zu tokens, above model_max_length of tokenizer_config.json, %zu\n", tokens,
+                 *limit);
 }
 
 void prefill_with_progress(Engine& engine, std::vector<k3::id>& prompt) {
@@ -236,7 +177,8 @@ std::vector<k3::id> decode_tokens(const OpenModel& open, std::vector<k3::id> pro
                                   const std::vector<k3::id>& eos, const std::function<void(k3::id)>& on_token,
                                   Statistics& statistics) {
   Engine& engine = *open.engine;
-  const bool mapped = !engine.experts();  // a GPU has everything but experts, whose reads fail by themselves
+  const auto on_gpu = engine.experts();
+  const bool reads = !on_gpu || on_gpu->slots > 0;  // a GPU that holds all needs no file any more
   std::vector<k3::id> tokens;
   Stopwatch watch;
   statistics.prompt_tokens += prompt.size();
@@ -246,11 +188,11 @@ std::vector<k3::id> decode_tokens(const OpenModel& open, std::vector<k3::id> pro
   double first = 0;
   try {
     const auto result = engine.decode(prompt, {max_new, eos, false}, [&](k3::id token) {
-      if (mapped) open.files->require_whole();
+      if (reads) open.files->require_whole();
       if (tokens.empty()) first = watch.seconds();
       tokens.push_back(token);
       on_token(token);
-      if (interrupted()) throw Interrupted{};
+      stop_if_interrupted();
     });
     statistics.stop = k3::text(result.stop);
   } catch (const Interrupted&) {

@@ -16,6 +16,9 @@ inline constexpr int interrupted_status = 130;
 /// From now on the first Ctrl-C only sets a flag; the second ends the process at once.
 void catch_interrupt();
 bool interrupted();
+/// Thrown to leave a command after Ctrl-C: what is half done is undone, nothing is said, the status is 130.
+struct Interrupted {};
+void stop_if_interrupted();
 
 /// Adds a subcommand to `app`. What it returns runs it, once the command line has been parsed, and gives the exit
 /// status.
@@ -52,6 +55,17 @@ struct ExpertMemory {
   std::string host, gpu;
 };
 void describe_memory(CLI::App& app, ExpertMemory& memory);
+/// Throws UsageError for what is not a number of bytes, and for an option that does not fit the backend.
+void check_memory(const ExpertMemory& memory, const EngineOptions& engine);
+/// k3::stream_pretrained with the memory that the options say; what it refuses is said in their words.
+k3::StreamedModel stream_experts(const std::string& folder, const std::shared_ptr<const k3::Safetensors>& files,
+                                 const ExpertMemory& memory, const EngineOptions& engine,
+                                 const k3::LoadProgress& progress);
+/// make_engine in the same way.
+std::unique_ptr<Engine> make_engine_for(const k3::K3CpuModel& model, const ExpertMemory& memory, EngineOptions options,
+                                        const MoveProgress& progress);
+/// Bytes as the options take them, such as 58K, rounded up.
+std::string option_bytes(std::uint64_t bytes);
 
 /// Bytes that this process has read from storage so far: nothing for what was in the system's file cache.
 std::uint64_t bytes_read();
@@ -74,6 +88,9 @@ struct OpenModel {
 OpenModel open_model(const std::string& folder, const ExpertMemory& memory, const EngineOptions& engine);
 void start_engine(OpenModel& open, const ExpertMemory& memory, EngineOptions options, std::size_t capacity,
                   std::size_t prompt);
+
+/// Says, once on standard error, that `tokens` in a row are more than the tokenizer's files say the model is for.
+void warn_of_length(const OpenModel& open, std::size_t tokens);
 
 /// Takes all of `prompt` but the last few tokens into the sequence, with a progress bar, and removes them from it.
 /// Stops early, leaving the rest, after Ctrl-C.

@@ -38,8 +38,8 @@ expect 2 '--gpus: at least 1' inspect "$model" --gpus 0
 same --version "$("$program" --version)" "k3 $(sed -n "s/^  version: '\(.*\)',/\1/p" "$1/meson.build")"
 expect 2 '--ids: 2048 is outside the vocabulary of 2048' generate "$model" --ids 5,2048 --max-new 1
 expect 2 '--context: "x"' inspect "$model" --context x
-expect 2 'one of --prompt, --ids and --messages' generate "$model"
-expect 2 'one of --prompt, --ids and --messages' generate "$model" --prompt a --ids 1
+expect 2 'one of --prompt, --prompt-file, --ids and --messages' generate "$model"
+expect 2 'one of --prompt, --prompt-file, --ids and --messages' generate "$model" --prompt a --ids 1
 expect 2 '--chat and --markup need --prompt' generate "$model" --ids 1 --chat
 expect 2 'exclude each other' generate "$model" --prompt a --chat --markup
 expect 2 '--no-think needs --chat' generate "$model" --prompt a --no-think
@@ -48,16 +48,8 @@ expect 2 'the prompt is empty' generate "$model" --prompt ''
 expect 2 'max_position_embeddings' generate "$model" --prompt a --max-new 4096
 expect 2 'has no tokenizer' generate "$1/tests/data/k3-tiny-5l" --prompt a
 expect 2 '--like' make-checkpoint "$scratch/x" --like kimi-k4
-expect 2 '--layers: from 2' make-checkpoint "$scratch/x" --like tiny --layers 0
 expect 2 '--batch: at least 1' inspect "$model" --batch 0
 expect 2 'at most 2^40 positions' inspect "$model" --context 4294967296 --batch 1048576
-expect 2 '--layers: from 2' make-checkpoint "$scratch/x" --like tiny --layers 1
-expect 2 '--latent: this member' make-checkpoint "$scratch/x" --like kimi-linear-48b --latent 32
-expect 2 'multiples of 32' make-checkpoint "$scratch/x" --like tiny --width 40
-expect 2 'top_k' make-checkpoint "$scratch/x" --like tiny --top-k 5
-expect 2 'vocab_size is 300' make-checkpoint "$scratch/x" --like tiny --vocab 300
-expect 2 'experts of all layers' make-checkpoint "$scratch/x" --like tiny --experts 2147483647 --hollow
-expect 2 'made_up_vocabulary: count' make-checkpoint "$scratch/x" --like tiny --vocab 2147483647
 # A closed standard input is no file that the program opens later; a wrong environment is told before anything else.
 "$program" chat "$model" <&- >"$scratch/out" 2>"$scratch/err"
 same 'exit status of chat with a closed input' "$?" 1
@@ -77,8 +69,6 @@ expect 1 'is not a folder' inspect /nonexistent
 expect 1 'is not a folder' generate /etc/passwd --prompt a
 expect 1 'cannot be opened' generate "$model" --messages /nonexistent
 expect 1 'has no tokenizer' chat "$1/tests/data/k3-tiny-5l"
-expect 1 'its disk has only' make-checkpoint "$scratch/huge" --like kimi-k3 --layers 2 --dense 2000000000 --vocab 512
-expect 1 'not an empty folder' make-checkpoint "$1/examples" --like tiny
 echo '[{"role":"user","content":3}]' >"$scratch/bad.json"
 expect 1 '[0].content: is a value of type number' generate "$model" --messages "$scratch/bad.json"
 "$program" inspect "$model" >/dev/full 2>"$scratch/err"
@@ -105,14 +95,19 @@ for like in kimi-k3 kimi-k3-0.40b kimi-k3-0.40b-mxfp4 kimi-k3-tiny-random kimi-l
   expect 0 'stopped at' generate "$made" --prompt 'the rat' --max-new 4
   # Experts read on demand: the same tokens, down to the floor.
   "$program" generate "$made" --ids 5,6,7,8 --max-new 12 --eos none 2>/dev/null >"$scratch/mapped"
-  expect 1 'expected at least ' generate "$made" --ids 5 --host-memory 1K
-  floor=$(sed -n 's/.*expected at least \([0-9]*\) bytes.*/\1/p' "$scratch/err")
+  expect 1 '--host-memory 1K is below the floor of ' generate "$made" --ids 5 --host-memory 1K
+  floor=$(sed -n 's/.* (\([0-9]*\) bytes), the .* experts that one token uses in one layer$/\1/p' "$scratch/err")
+  rounded=$(sed -n 's/.*the floor of \([0-9]*[KM]\{0,1\}\) .*/\1/p' "$scratch/err")
+  expect 0 '' inspect "$made"
+  has "the floor in inspect of $like" "least --host-memory: $rounded ("
   for memory in 0 $((floor - 1)); do
-    expect 1 "memory is $memory, expected at least $floor bytes, the" generate "$made" --ids 5 --host-memory "$memory"
+    expect 1 "--host-memory $memory is below the floor of $rounded ($floor bytes), the" \
+      generate "$made" --ids 5 --host-memory "$memory"
     same "lines on a budget of $memory" "$(wc -l <"$scratch/err"), $(wc -c <"$scratch/out")" '1, 0'
-    expect 1 "memory is $memory, expected at least $floor bytes, the" chat "$made" --host-memory "$memory"
+    expect 1 "--host-memory $memory is below the floor of $rounded ($floor bytes), the" \
+      chat "$made" --host-memory "$memory"
   done
-  for memory in "$floor" $((floor * 2)) 1G auto; do
+  for memory in "$floor" "$rounded" 1G auto; do
     expect 0 'hit rate' generate "$made" --ids 5,6,7,8 --max-new 12 --eos none --host-memory "$memory"
     same "tokens of $like with --host-memory $memory" "$(cat "$scratch/out")" "$(cat "$scratch/mapped")"
   done
@@ -123,7 +118,11 @@ expect 0 'hit rate' chat "$model" --host-memory 1M
 printf 'a\nb\nc\n' | "$program" chat "$model" --max-new 1 --json >"$scratch/out" 2>/dev/null
 has 'replies of one token have no rate' '"new_tokens":3,'
 has 'replies of one token have no rate' '"tokens_per_second":0.00,'
-expect 1 'StreamedExperts: memory is 1024' generate "$model" --prompt a --host-memory 1K
+expect 1 '--host-memory 1K is below the floor of 58K (59136 bytes)' generate "$model" --prompt a --host-memory 1K
+# What a token uses in all layers is told from what it uses in one.
+expect 0 '' inspect "$model"
+has 'what a token uses' 'one token uses 470,016 bytes of experts, 58,752 in each of 8 layers'
+has 'the floor' 'least --host-memory: 58K (59,136 bytes), the 4 experts of one token in one layer'
 expect 2 '--host-memory: "8X" is not a number of bytes' generate "$model" --prompt a --host-memory 8X
 expect 2 '--gpu-memory: only with --backend cuda' generate "$model" --prompt a --gpu-memory 1G
 expect 2 '--host-memory: "G" is not' generate "$model" --prompt a --host-memory G
@@ -146,8 +145,35 @@ assert got["found"] == got["expected"] and got["found"]["U8"]["tensors"] == 4945
 memory = got["memory"]
 assert memory["trunk"] == 1559965606912 - 1446456066048 and memory["experts"] == 1446456066048, memory
 assert memory["one_expert"] == 17547264 and memory["experts_of_token"] == 16 * 92 * 17547264, memory
+assert memory["least_host_memory"] == 16 * (17547264 + 64), memory  # each on a multiple of 64 bytes
 assert memory["kda_states"] == 2 * (434110464 + 15261696) and memory["mla_latents"] == 2 * 1000 * 27648, memory
 END
+
+# A conversation that the model has no positions for is not told to ask for more.
+cp -r "$scratch/tiny" "$scratch/short"
+sed -i 's/"max_position_embeddings": *[0-9]*/"max_position_embeddings": 50/' "$scratch/short/config.json"
+printf 'a\nb\nc\n' | "$program" chat "$scratch/short" >/dev/null 2>"$scratch/err"
+same 'what is said of a full model' "$(tail -n 1 "$scratch/err")" \
+  'k3: the context of 50 tokens is full, all the positions that the model has'
+
+# A safetensors file that is not the model's is named; decoding does without it.
+cp -r "$scratch/tiny" "$scratch/stray"
+cp "$scratch/stray/model-00001-of-00006.safetensors" "$scratch/stray/model-00001-of-00002.safetensors"
+expect 0 '' inspect "$scratch/stray"
+has 'a stray file' 'wrong: model-00001-of-00002.safetensors is a safetensors file, but not one of this model'
+expect 0 '' inspect "$scratch/stray" --json
+has 'a stray file in JSON' '"stray_safetensors":["model-00001-of-00002.safetensors"]'
+expect 0 '' generate "$scratch/stray" --ids 1 --max-new 1
+
+# The tokenizer's own limit is shown, and what goes past it is warned of.
+cp -r "$scratch/tiny" "$scratch/limited"
+sed -i 's/^{/{"model_max_length": 7,/' "$scratch/limited/tokenizer_config.json"
+expect 0 '' inspect "$scratch/limited"
+has 'the limit' '(model_max_length of the tokenizer 7)'
+expect 0 'k3: up to 8 tokens, above model_max_length of tokenizer_config.json, 7' \
+  generate "$scratch/limited" --ids 1,2 --max-new 6
+expect 0 '' generate "$scratch/limited" --ids 1,2 --max-new 5
+same 'no warning at the limit' "$(grep -c model_max_length "$scratch/err")" 0
 
 # The first thing that is wrong, by file, tensor and byte.
 cp -r "$scratch/tiny" "$scratch/cut"
