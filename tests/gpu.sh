@@ -6,31 +6,32 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 usage() {
   cat <<'END'
-usage: tests/gpu.sh [--digest | --build | --run] [--quick] [--arch 90a] [--build-dir DIR] [NAME]...
+usage: tests/gpu.sh [--digest | --build | --run] [--quick] [--arch 90a | --ptx 80] [--build-dir DIR] [NAME]...
 
 Builds tests/cuda and the examples for CUDA, runs every program, compares what greedy_decode prints with --backend cuda
 with what it prints on the host, then runs the tests again at small shapes under compute-sanitizer's four tools (and
 `released`, at the released sizes, under memcheck), writes tests/gpu-last-run.json, and closes with the line
 `N passed, N failed`. A case that does nothing is named and counts as neither. NAME: only this test program (kda, ...).
+Some programs run once more, at small shapes, from PTX for compute capability 8.0 (kda_ptx, ...), which the driver
+compiles for the GPU at hand: nothing that only newer code has may then be used.
 
   --digest   print the digest of the sources that a run is valid for, and nothing else
   --build    build and link the programs, run none; counts the programs
   --run      run what --build has left in DIR, possibly on another machine; refused where the sources have changed since
   --quick    no sanitizers, no record
+  --arch     what to compile for; with --ptx all is compiled as those programs are, for this compute capability
 
-With a NAME there is no record either: the last one stays. Without a GPU the programs are built, and their cases counted
-as skipped. The headers and libraries of greedy_decode (nlohmann-json, CLI11, Oniguruma) and Catch2 are also looked for
-in the folders of CPATH and LIBRARY_PATH.
+With a NAME or --ptx there is no record either: the last one stays. Without a GPU the programs are built, and their
+cases counted as skipped. The headers and libraries of greedy_decode (nlohmann-json, CLI11, Oniguruma) and Catch2 are
+also looked for in the folders of CPATH and LIBRARY_PATH.
 END
 }
 
-# All files that a run's results depend on: sources, data and this script. Not the pages next to them (*.md): no
-# program reads them, and those of kernels/ hold figures that are only measured on the sources of a record.
+# All files that a run's results depend on, and this script.
 greedy_sources=(greedy_decode.cpp engine.cpp engine.hpp cuda_backend.hpp command_line.hpp progress.hpp)
 digest() {
   {
-    find include kernels tests/cuda tests/support tests/data examples/data -type f \
-      ! -name '*.md' ! -name '*.pyc' -print0
+    find include kernels tests/cuda tests/support tests/data examples/data -type f ! -name '*.pyc' -print0
     find tests bench examples -type f \( -name '*.cu' -o -name '*.cuh' \) ! -path 'tests/cuda/*' -print0
     printf '%s\0' tests/gpu.sh "${greedy_sources[@]/#/examples/}" examples/tiny_model.hpp
   } | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum | cut -d' ' -f1
@@ -64,7 +65,7 @@ attended() {
   wait "$!"
 }
 
-run=yes compile=yes quick=no arch=90a build=build-gpu
+run=yes compile=yes quick=no arch=90a ptx='' build=build-gpu
 names=() examples=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -73,6 +74,7 @@ while [ $# -gt 0 ]; do
     --run) compile=no ;;
     --quick) quick=yes ;;
     --arch) arch=$2; shift ;;
+    --ptx) ptx=$2; shift ;;
     --build-dir) build=$2; shift ;;
     -h | --help) usage; exit 0 ;;
     -*) usage >&2; exit 2 ;;
@@ -87,13 +89,20 @@ if [ "$some" = 0 ]; then
     name=${file##*/test_}
     names+=("${name%.cpp}")
   done
+  if [ -z "$ptx" ]; then names+=(target_ptx moe_ptx moe_packed_ptx kda_ptx mla_ptx linear_ptx row_ops_ptx); fi
 fi
 
 mkdir -p "$build"
 flags=(-std=c++20 -O2 -Iinclude -Ikernels -Itests)
 device_flags=(-diag-suppress 1675 -Xcompiler -fopenmp)
-for_arch() { printf -- '-gencode=arch=compute_%s,code=sm_%s' "$1" "$1"; }
-# An architecture whose code does not run on a GPU of this one.
+code_for() {  # name of a program or of its half
+  if [ "${1%_ptx}" != "$1" ]; then printf -- '-gencode=arch=compute_80,code=compute_80'
+  elif [[ $1 = missing* ]]; then printf -- '-gencode=arch=compute_%s,code=sm_%s' "$other_arch" "$other_arch"
+  elif [ -n "$ptx" ]; then printf -- '-gencode=arch=compute_%s,code=compute_%s' "$ptx" "$ptx"
+  else printf -- '-gencode=arch=compute_%s,code=sm_%s' "$arch" "$arch"
+  fi
+}
+# An architecture whose code does not run on a GPU of this one, for the test of kernels that are not there.
 other_arch=120
 if [[ $arch = 12* ]]; then other_arch=80; fi
 if [ "$compile" = no ]; then
@@ -105,38 +114,39 @@ else
   catch=("$build/catch_main.o")
 fi
 
-# The device halves of a program: those whose headers it includes.
+# The device halves of a program: those whose headers it includes, as the program compiled.
 halves() {
-  sed -nE 's|^#include "cuda/([a-z_]+)_device.hpp"$|\1|p' "tests/cuda/test_$1.cpp" | sort -u
+  local base=${1%_ptx}
+  sed -nE 's|^#include "cuda/([a-z_]+)_device.hpp"$|\1'"${1#"$base"}|p" "tests/cuda/test_$base.cpp" | sort -u
 }
 device_half() {
-  local for=$arch
-  if [ "$1" = missing ]; then for=$other_arch; fi  # the test of kernels that are not there
-  nvcc "${flags[@]}" "${device_flags[@]}" "$(for_arch "$for")" -c "tests/cuda/$1_device.cu" -o "$build/$1_device.o" \
-    >"$build/$1_device.log" 2>&1
+  nvcc "${flags[@]}" "${device_flags[@]}" "$(code_for "$1")" -c "tests/cuda/${1%_ptx}_device.cu" \
+    -o "$build/$1_device.o" >"$build/$1_device.log" 2>&1
 }
 host_half() {
   g++ "${flags[@]}" -fopenmp -c "tests/cuda/test_$1.cpp" -o "$build/test_$1.o" >"$build/test_$1.log" 2>&1
 }
 example() {
-  nvcc "${flags[@]}" "${device_flags[@]}" "$(for_arch "$arch")" "examples/$1.cu" -o "$build/$1" >"$build/$1.log" 2>&1
+  nvcc "${flags[@]}" "${device_flags[@]}" "$(code_for "$1")" "examples/$1.cu" -o "$build/$1" >"$build/$1.log" 2>&1
 }
-# greedy_decode needs libraries that nothing else here does.
+# greedy_decode needs libraries that nothing else here does: without them it is left out, and said so.
+greedy_absent=$build/greedy_decode.absent
 greedy_log=$build/greedy_decode.log
 greedy_part() {  # source
   local compiler=(g++ "${flags[@]}" -fopenmp)
-  if [[ $1 = *.cu ]]; then compiler=(nvcc "${flags[@]}" "${device_flags[@]}" "$(for_arch "$arch")"); fi
+  if [[ $1 = *.cu ]]; then compiler=(nvcc "${flags[@]}" "${device_flags[@]}" "$(code_for greedy)"); fi
   "${compiler[@]}" -c "examples/$1" -o "$build/greedy_$1.o" >"$build/greedy_$1.log" 2>&1
 }
 greedy_parts=(cuda_backend.cu greedy_decode.cpp engine.cpp)
 greedy_headers() {
   local header absent=()
+  rm -f "$greedy_absent"
   for header in nlohmann/json.hpp CLI/CLI.hpp oniguruma.h; do
     echo "#include <$header>" | g++ -std=c++20 -x c++ -fsyntax-only - 2>/dev/null || absent+=("$header")
   done
   if [ ${#absent[@]} = 0 ]; then return; fi
-  echo "error: greedy_decode cannot be built without ${absent[*]}: install them, or name their folders in CPATH" \
-    >"$greedy_log"
+  echo "greedy_decode is left out: no ${absent[*]} (install them, or name their folders in CPATH)" |
+    tee "$greedy_absent"
   return 1
 }
 link_greedy() {
@@ -147,7 +157,7 @@ link_greedy() {
 link_program() {
   local objects=() half
   for half in $(halves "$1"); do objects+=("$build/${half}_device.o"); done
-  nvcc "$build/test_$1.o" "${objects[@]}" "${catch[@]}" -lgomp -o "$build/test_$1" >>"$build/test_$1.log" 2>&1
+  nvcc "$build/test_${1%_ptx}.o" "${objects[@]}" "${catch[@]}" -lgomp -o "$build/test_$1" >"$build/test_$1.link" 2>&1
 }
 
 # The cases of a log with durations, as JSON: a case has failed where an assertion has since the case before it, and is
@@ -207,12 +217,15 @@ start() {
   "$@" &
 }
 build_all() {
-  local name half all_halves logs
+  local name half all_halves all_bases logs
   rm -f "$build/digest"
   all_halves=$(for name in "${names[@]}"; do halves "$name"; done | sort -u)
   for half in $all_halves; do rm -f "$build/${half}_device.o"; done
   for half in $all_halves; do start device_half "$half"; done
-  for name in "${names[@]}"; do rm -f "$build/test_$name" "$build/test_$name.o"; start host_half "$name"; done
+  all_bases=$(printf '%s\n' "${names[@]%_ptx}" | sort -u)
+  for name in "${names[@]}"; do rm -f "$build/test_$name"; done
+  for name in $all_bases; do rm -f "$build/test_$name.o"; done
+  for name in $all_bases; do start host_half "$name"; done
   for name in ${examples[@]+"${examples[@]}"}; do rm -f "$build/$name"; start example "$name"; done
   if [ "$some" = 0 ]; then
     rm -f "$build/greedy_decode" "$build"/greedy_*.o
@@ -223,12 +236,14 @@ build_all() {
   if [ -f "$build/greedy_engine.cpp.o" ]; then start link_greedy; fi
   wait
   for name in "${names[@]}"; do
-    logs=("$build/test_$name.log")
+    logs=("$build/test_${name%_ptx}.log" "$build/test_$name.link")
     for half in $(halves "$name"); do logs+=("$build/${half}_device.log"); done
     built "$name" "$build/test_$name" "${logs[@]}"
   done
   for name in ${examples[@]+"${examples[@]}"}; do built "examples/$name" "$build/$name" "$build/$name.log"; done
-  if [ "$some" = 0 ]; then built examples/greedy_decode "$build/greedy_decode" "$build"/greedy_*.log; fi
+  if [ "$some" = 0 ] && [ ! -f "$greedy_absent" ]; then
+    built examples/greedy_decode "$build/greedy_decode" "$build"/greedy_*.log
+  fi
   digest >"$build/digest"
 }
 if [ "$compile" = yes ]; then
@@ -269,12 +284,36 @@ if [ "$run" = no ]; then
   exit
 fi
 passed=0 failed=0
+run_program() {  # name, environment...
+  env "${@:2}" timeout 300 "$build/test_$1" -d yes -w NoAssertions >"$build/$1.run" 2>&1
+}
+report() {  # name status
+  count "$1" "$build/$1.run" "$2"
+  if [ "$2" != 0 ]; then grep -vE '^(-+|\.+|=+|)$' "$build/$1.run" | head -n "${K3_GPU_LINES:-60}"; fi
+}
+# These run at once, behind the others, which look at how much memory is free: the driver spends seconds on compiling
+# each of those from PTX, and the host computes for most of the time of the rest.
+together=() processes=()
 for name in "${names[@]}"; do
-  log=$build/$name.run
-  attended timeout 300 "$build/test_$name" -d yes -w NoAssertions >"$log" 2>&1
-  status=$?
-  count "$name" "$log" "$status"
-  if [ "$status" != 0 ]; then grep -vE '^(-+|\.+|=+|)$' "$log" | head -n "${K3_GPU_LINES:-60}"; fi
+  case $name in
+    *_ptx | linear | mla | kda_bits | row_ops) together+=("$name") ;;
+    *)
+      attended run_program "$name"
+      report "$name" "$?"
+      ;;
+  esac
+done
+for name in ${together[@]+"${together[@]}"}; do
+  if [ "${name%_ptx}" = "$name" ]; then
+    run_program "$name" OMP_NUM_THREADS=4 &
+  else
+    run_program "$name" K3_GPU_SMALL=1 OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive &
+  fi
+  processes+=("$!")
+done
+for i in "${!together[@]}"; do
+  wait "${processes[$i]}"
+  report "${together[$i]}" "$?"
 done
 # An example has no cases: its exit status is the result.
 run_example() {  # name, environment...
@@ -326,7 +365,9 @@ compare_greedy() {
   count examples/greedy_decode "$log" "$bad"
   if [ "$bad" != 0 ]; then grep -v '^0 s: ' "$log" | cut -c 1-400; tail -n 5 "$log.errors"; fi
 }
-if [ "$some" = 0 ]; then compare_greedy; fi
+if [ "$some" = 0 ]; then
+  if [ -f "$greedy_absent" ]; then cat "$greedy_absent"; else compare_greedy; fi
+fi
 if [ "$quick" = no ]; then
   # Programs on one GPU take turns, and each of their thousands of launches waits for its turn: four at once are faster
   # than more. The slow ones first.
@@ -345,10 +386,11 @@ if [ "$quick" = no ]; then
   at_once=$(($(nproc) < 4 ? $(nproc) : 4))
   for tool in racecheck initcheck memcheck synccheck; do
     for name in "${slow[@]}" "${names[@]}"; do
-      # The released sizes are too much for the other tools, and a missing kernel runs nowhere.
+      # The released sizes are too much for the other tools, a missing kernel runs nowhere, and kernels from PTX take
+      # long to compile.
       case $name/$tool in
         released/memcheck) ;;
-        released/* | missing/*) continue ;;
+        released/* | missing/* | *_ptx/*) continue ;;
       esac
       if [[ " ${names[*]} " != *" $name "* ]] || [[ " ${runs[*]-} " = *" $name/$tool "* ]]; then continue; fi
       runs+=("$name/$tool")
@@ -368,7 +410,7 @@ if [ "$quick" = no ]; then
   done
   echo "sanitizers: $((SECONDS - begin)) s"
 fi
-if [ "$quick" = no ] && [ "$some" = 0 ]; then
+if [ "$quick" = no ] && [ "$some" = 0 ] && [ -z "$ptx" ]; then
   {
     printf '{"device":"%s","date":"%s","digest":"%s","passed":%s,"failed":%s,"results":[\n' \
       "$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1)" "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$(digest)" \

@@ -14,9 +14,8 @@ class Runner final : public DeviceRunner {
  public:
   Runner(const K3CpuModel& model, const RunnerOptions& o)
       : model_(o.expert_memory ? K3DeviceModel(WithoutExperts{}, model) : K3DeviceModel(model)),
-        decoder_(gpu{o.graphs ? static_cast<cudaStream_t>(stream_) : nullptr}, model_, o.capacity, o.max_rows,
-                 o.max_logit_rows, o.ablation),
         options_(o),
+        decoder_(gpu{used_stream()}, model_, o.capacity, o.max_rows, o.max_logit_rows, o.ablation),
         cache_(fresh_cache()) {
     if (o.expert_memory) model_.place_experts(*o.expert_memory);
     for (DeviceLayerWeights& layer : const_cast<DeviceDecoderWeights&>(model_.weights()).layers) {
@@ -31,7 +30,7 @@ class Runner final : public DeviceRunner {
       if (values.data) show(part, layer, values, watch);
     });
   }
-  void forward_in_invalid_capture(const DecoderBatch& batch) override {
+  void in_invalid_capture(const std::function<void()>& work) override {
     decoder_.finish();
     detail::check_cuda("test", "begin", cudaStreamBeginCapture(stream_, cudaStreamCaptureModeRelaxed));
     detail::ignore_cuda(cudaStreamSynchronize(stream_));  // not allowed: the capture is invalid from here on
@@ -40,13 +39,14 @@ class Runner final : public DeviceRunner {
       detail::ignore_cuda(cudaStreamEndCapture(stream_, &graph));
     };
     try {
-      decoder_.forward(cache_, batch);
+      work();
     } catch (...) {
       end();
       throw;
     }
     end();
   }
+  void beside_capture(const std::function<void()>& work) override { beside_a_capture(work); }
   bool forward_behind_work(const DecoderBatch& batch) override {
     decoder_.finish();
     PinnedBuffer<unsigned> over(1);
@@ -123,9 +123,12 @@ class Runner final : public DeviceRunner {
  private:
   DeviceHybridCache<P> fresh_cache() const {
     const K3CpuModel& model = model_.host_model();
-    return DeviceHybridCache<P>(options_.graphs ? static_cast<cudaStream_t>(stream_) : nullptr, model.graph,
-                                model.config.kda, model.config.mla, options_.slots, options_.capacity,
-                                Environment{!options_.kda_on_host, !options_.mla_on_host, 1.0f, {}});
+    return DeviceHybridCache<P>(used_stream(), model.graph, model.config.kda, model.config.mla, options_.slots,
+                                options_.capacity, Environment{!options_.kda_on_host, !options_.mla_on_host, 1.0f, {}});
+  }
+  cudaStream_t used_stream() const {
+    if (options_.legacy) return cudaStreamLegacy;
+    return options_.graphs ? static_cast<cudaStream_t>(stream_) : nullptr;
   }
 
   template <class T>
@@ -151,8 +154,8 @@ class Runner final : public DeviceRunner {
 
   Stream stream_;
   K3DeviceModel model_;
-  DeviceDecoder<P> decoder_;
   RunnerOptions options_;
+  DeviceDecoder<P> decoder_;
   DeviceHybridCache<P> cache_;
   RollbackPoint<P> point_;
 };

@@ -21,8 +21,10 @@ class DeviceRunner {
   virtual ~DeviceRunner() = default;
   virtual void forward(const DecoderBatch& batch) = 0;
   virtual void forward(const DecoderBatch& batch, const DeviceWatch& watch) = 0;
-  /// forward() in a capture of its stream that has become invalid, which makes every call on the stream fail.
-  virtual void forward_in_invalid_capture(const DecoderBatch& batch) = 0;
+  /// work() in a capture of its stream that has become invalid, which makes every call on the stream fail.
+  virtual void in_invalid_capture(const std::function<void()>& work) = 0;
+  /// work() while another stream is being captured.
+  virtual void beside_capture(const std::function<void()>& work) = 0;
   /// forward() on a stream that is busy, while another stream is being captured; whether it returned before that work
   /// was done.
   virtual bool forward_behind_work(const DecoderBatch& batch) = 0;
@@ -55,7 +57,8 @@ struct RunnerOptions {
   bool half = false;  ///< bf16 instead of float
   size slots = 1, capacity = 64, max_rows = 32, max_logit_rows = 1;
   Ablation ablation{};
-  bool graphs = true;  ///< a stream of its own; without one steps are not captured
+  bool graphs = true;   ///< a stream of its own; without one steps are not captured
+  bool legacy = false;  ///< the default stream by CUDA's other name for it
   bool kda_on_host = false, mla_on_host = false;
   bool without_kda = false, without_mla = false;  ///< the device has no weights for that mixer
   std::optional<size> expert_memory{};  ///< stream the experts through so much; none: all on the device from the start

@@ -118,6 +118,33 @@ template MlaDeviceOutputs mla_on_device<float>(const MlaDeviceInputs&, const Mla
 template MlaDeviceOutputs mla_on_device<bf16>(const MlaDeviceInputs&, const MlaDeviceOptions&);
 
 template <class T>
+std::vector<float> mla_absorbed_on_device(const MlaDeviceInputs& in) {
+  const Resident<T> call(in, {});
+  const DeviceRows<T> out(call.rows, in.g.heads * call.width);
+  const Stream stream;
+  mla_absorb_query(gpu{stream}, in.g, call.q.view(), call.at(call.kv_b, mla_kv_b_rows(in.g), in.g.kv_lora_rank),
+                   device_view(out.view().data, call.rows, in.g.heads, call.width));
+  stream.wait();
+  return out.get();
+}
+template std::vector<float> mla_absorbed_on_device<float>(const MlaDeviceInputs&);
+template std::vector<float> mla_absorbed_on_device<bf16>(const MlaDeviceInputs&);
+
+template <class T>
+std::vector<float> mla_expanded_on_device(const MlaDeviceInputs& in, const std::vector<float>& means) {
+  const Resident<T> call(in, {});
+  const DeviceBuffer<float> latents(means);
+  const Stream stream;
+  mla_expand_values(gpu{stream}, in.g,
+                    device_view(static_cast<const float*>(latents.data()), call.rows, in.g.heads, in.g.kv_lora_rank),
+                    call.at(call.kv_b, mla_kv_b_rows(in.g), in.g.kv_lora_rank), call.out.view());
+  stream.wait();
+  return call.out.get();
+}
+template std::vector<float> mla_expanded_on_device<float>(const MlaDeviceInputs&, const std::vector<float>&);
+template std::vector<float> mla_expanded_on_device<bf16>(const MlaDeviceInputs&, const std::vector<float>&);
+
+template <class T>
 MlaDeviceOutputs mla_launched(const MlaDeviceInputs& in, bool resident) {
   const size rows = in.rows(), width = mla_cache_width(in.g), capacity = in.blocks * in.page_size;
   const auto q = as<T>(in.q), kv_a = as<T>(in.kv_a), norm = as<T>(in.norm), kv_b = as<T>(in.kv_b),

@@ -46,6 +46,13 @@ MlaDeviceOutputs mla_on_device(const MlaDeviceInputs& in, const MlaDeviceOptions
 template <class T>
 MlaDeviceOutputs mla_launched(const MlaDeviceInputs& in, bool resident);
 
+/// mla_absorb_query of the inputs' queries [rows, heads, width], and mla_expand_values of given means [rows, heads,
+/// latent] without a gate [rows, heads * v].
+template <class T>
+std::vector<float> mla_absorbed_on_device(const MlaDeviceInputs& in);
+template <class T>
+std::vector<float> mla_expanded_on_device(const MlaDeviceInputs& in, const std::vector<float>& means);
+
 /// What mla_attend alone is given. The cache's rows are a few distinct ones.
 struct MlaAttendInputs {
   static constexpr std::uint16_t nothing = 0xffff;

@@ -15,7 +15,8 @@ namespace k3::test {
 
 inline const float nan_float = std::numeric_limits<float>::quiet_NaN();
 inline const unsigned bad_slot = static_cast<unsigned>(RowStatus::bad_slot);
-inline constexpr double float_bound = 2e-6, bf16_bound = 5e-3;
+inline constexpr double float_bound = 2e-6, float_pages_bound = 2e-6, bf16_bound = 5e-3;
+inline constexpr double bf16_step = 1.0 / 128;  // of a bf16 to the next one, at most
 
 inline std::vector<float> numbers(size count, std::uint32_t seed, double scale = 1.0) {
   std::vector<float> values;
@@ -88,9 +89,9 @@ inline MlaDeviceInputs repaged(const MlaDeviceInputs& in, size page_size, size s
   return to;
 }
 
-/// The host's output in the precision of U.
+/// The host's output in the precision of U, and what its cache holds then.
 template <class U>
-std::vector<double> on_host(const MlaDeviceInputs& in) {
+std::vector<double> on_host(const MlaDeviceInputs& in, std::vector<double>* pages_then = nullptr) {
   const auto q = converted<U>(in.q), kv_a = converted<U>(in.kv_a), norm = converted<U>(in.norm),
              kv_b = converted<U>(in.kv_b), gate = converted<U>(in.gate);
   auto pages = converted<U>(in.pages);
@@ -104,19 +105,21 @@ std::vector<double> on_host(const MlaDeviceInputs& in) {
   mla_decode_token(host{}, in.g, view(q, rows, mla_q_width(in.g)), view(kv_a, rows, width), view(norm),
                    view(kv_b, mla_kv_b_rows(in.g), in.g.kv_lora_rank), gates, view(in.slot), view(in.position), kv,
                    workspace, view(out, rows, n));
-  std::vector<double> result;
-  for (const U value : out) result.push_back(static_cast<double>(value));
-  return result;
+  if (pages_then) *pages_then = converted<double>(pages);
+  return converted<double>(out);
 }
 
 template <class T>
 void check_against_host(const MlaDeviceInputs& in, const MlaDeviceOptions& options = {}) {
   const MlaDeviceOutputs got = mla_on_device<T>(in, options);
   CHECK(std::count(got.status.begin(), got.status.end(), 0u) == static_cast<std::ptrdiff_t>(in.rows()));
+  std::vector<double> pages;
   if constexpr (std::is_same_v<T, float>) {
-    check(compare(got.out, on_host<double>(in), float_bound, 0, true));
+    check(compare(got.out, on_host<double>(in, &pages), float_bound, 0, true));
+    check(compare(got.pages, pages, float_pages_bound));
   } else {
-    const std::vector<double> want = on_host<bf16>(in);
+    const std::vector<double> want = on_host<bf16>(in, &pages);
+    check(compare(got.pages, pages, bf16_step));
     const double difference = relative_l2(std::vector<double>(got.out.begin(), got.out.end()), want);
     INFO("relative L2 " << difference << ", bound " << bf16_bound);
     CHECK(difference <= bf16_bound);

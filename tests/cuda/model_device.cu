@@ -5,6 +5,27 @@
 
 namespace k3::test {
 
+size planned(const K3CpuModel& model) { return K3DeviceModel::plan(model); }
+
+std::string refuse_buffer(size bytes) {
+  try {
+    const DeviceBuffer<unsigned char> buffer(bytes);
+  } catch (const cuda_error& problem) {
+    return problem.what();
+  }
+  return "";
+}
+
+std::string refuse_decoder(const K3CpuModel& model, size rows) {
+  const K3DeviceModel moved(model);
+  try {
+    const DeviceDecoder<Fp32> decoder(gpu{}, moved, 16, rows, rows);
+  } catch (const cuda_error& problem) {
+    return problem.what();
+  }
+  return "";
+}
+
 std::string refuse_too_large(const K3CpuModel& model, size& needed) {
   needed = K3DeviceModel::plan(model);
   try {
@@ -28,14 +49,9 @@ std::string refuse_too_large_experts(const K3CpuModel& model, size& needed) {
 
 namespace {
 
-struct Memory {
-  size_t free = 0, total = 0;
-};
-Memory device_memory() {
-  Memory memory;
+detail::DeviceMemory device_memory() {
   detail::check_cuda("test", "synchronise", cudaDeviceSynchronize());
-  detail::check_cuda("test", "cudaMemGetInfo", cudaMemGetInfo(&memory.free, &memory.total));
-  return memory;
+  return detail::device_memory("test");
 }
 
 }  // namespace

@@ -9,6 +9,15 @@
 // What becomes of models and caches that are moved to the device.
 namespace k3::test {
 
+/// K3DeviceModel::plan.
+size planned(const K3CpuModel& model);
+
+/// The error text of a DeviceBuffer of so many bytes.
+std::string refuse_buffer(size bytes);
+
+/// The error text of a decoder for so many rows, all with logits.
+std::string refuse_decoder(const K3CpuModel& model, size rows);
+
 /// The error text of a model that needs more memory than there is; the plan's bytes in `needed`.
 std::string refuse_too_large(const K3CpuModel& model, size& needed);
 

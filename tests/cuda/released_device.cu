@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/released_device.hpp"
 
+#include <deque>
+#include <map>
+
 #include <k3/geometry/presets.hpp>
 
 #include "cuda/every_operation.cuh"
@@ -13,19 +16,19 @@ namespace {
 
 class Released final : public ReleasedModel {
  public:
-  static constexpr size most_rows = 2;
-
-  ReleasedRun run(const std::vector<ReleasedRow>& rows, bool fixed_geometry) override {
+  ReleasedRun run(const std::vector<ReleasedRow>& rows, bool fixed_geometry, int replays) override {
     remember();
-    for (size row = 0; row < rows.size(); ++row) {
-      work_.tokens.copy_from(&rows[row].token, row, 1);
-      work_.slots.copy_from(&rows[row].slot, row, 1);
-      work_.positions.copy_from(&rows[row].position, row, 1);
-    }
-    if (fixed_geometry)
-      pass(kimi_k3::Decoder{}, rows.size());
+    set(rows);
+    const auto work = [&] {
+      if (fixed_geometry)
+        pass(kimi_k3::Decoder{}, rows.size());
+      else
+        pass(decoder_geometry_from(model_.config), rows.size());
+    };
+    if (replays == 0)
+      work();
     else
-      pass(decoder_geometry_from(model_.config), rows.size());
+      replay(stream_, replays, work, [&] { remember(); });
     stream_.wait();
     ReleasedRun result;
     result.stream = floats(work_.stream, rows.size() * hidden);
@@ -52,6 +55,36 @@ class Released final : public ReleasedModel {
     return faults;
   }
 
+  std::vector<SampledProduct> first_layer_and_head(const std::vector<ReleasedRow>& rows, size which) override {
+    remember();
+    const auto want = first_layer_on_host(rows[which]);
+    set(rows);
+    NoObserver observe;
+    DevicePass<Bf16, DecoderGeometry> one(gpu{stream_}, decoder_geometry_from(model_.config), rows.size(), work_,
+                                          observe);
+    one.embed(model_.weights.embed_tokens);
+    one.layer(caches_[0], model_.weights.layers[0]);
+    stream_.wait();
+    SampledProduct first{"the stream behind layer 0", doubles(work_.stream, which * hidden, hidden), want};
+    one.layer(caches_[1], model_.weights.layers[1]);
+    one.layer(caches_[2], model_.weights.layers[2]);
+    std::vector<size> wanted(rows.size());
+    for (size row = 0; row < wanted.size(); ++row) wanted[row] = row;
+    one.head(model_.weights, wanted);
+    stream_.wait();
+    SampledProduct head{"the logits", {}, {}};
+    const std::vector<double> x = doubles(work_.normed, which * hidden, hidden);
+    for (size i = 1; i <= 311; ++i) {
+      const size channel = vocab * i / 311 - 1;
+      head.got.push_back(doubles(work_.logits, which * vocab + channel, 1)[0]);
+      const auto weight = fetched(static_cast<const bf16*>(model_.weights.lm_head.data) + channel * hidden, hidden);
+      double sum = 0;
+      for (size c = 0; c < hidden; ++c) sum += static_cast<double>(static_cast<float>(weight[c])) * x[c];
+      head.want.push_back(sum);
+    }
+    return {first, head};
+  }
+
   std::vector<SampledProduct> sampled_products(const std::vector<size>& rows) override {
     ReleasedProducts products(model_);
     std::vector<SampledProduct> results;
@@ -74,6 +107,77 @@ class Released final : public ReleasedModel {
     std::vector<float> result;
     for (const T& value : values) result.push_back(static_cast<float>(value));
     return result;
+  }
+
+  template <class T>
+  static std::vector<T> fetched(const T* from, size count) {
+    std::vector<T> values(count);
+    detail::check_cuda("test", "copy", cudaMemcpy(values.data(), from, count * sizeof(T), cudaMemcpyDeviceToHost));
+    return values;
+  }
+  template <class T>
+  static std::vector<double> doubles(const DeviceBuffer<T>& from, size first, size count) {
+    std::vector<double> result;
+    for (const T& value : fetched(from.data() + first, count))
+      result.push_back(static_cast<double>(static_cast<float>(value)));
+    return result;
+  }
+
+  void set(const std::vector<ReleasedRow>& rows) {
+    for (size row = 0; row < rows.size(); ++row) {
+      work_.tokens.copy_from(&rows[row].token, row, 1);
+      work_.slots.copy_from(&rows[row].slot, row, 1);
+      work_.positions.copy_from(&rows[row].position, row, 1);
+    }
+  }
+
+  /// The stream behind layer 0 in double: a model of that layer and of the vocabulary's first ids, its weights fetched.
+  std::vector<double> first_layer_on_host(const ReleasedRow& row) {
+    K3CpuModel one;
+    one.config = model_.config;
+    one.config.mixers = {MixerKind::Kda};
+    one.config.vocab_size = 32;
+    one.graph = K3Graph::from_config(one.config);
+    std::map<std::string, const void*> there;
+    const auto find = [&](const std::string& name, const auto& weight, const auto&, WeightRole) {
+      there[name] = weight.data;
+      types_[name] = weight.type;
+    };
+    auto& all = const_cast<DeviceDecoderWeights&>(model_.weights);
+    for_each_model_weight(model_.config, all, find);
+    for_each_layer_weight(model_.config, all.layers[0].spec, all.layers[0], find);
+    std::deque<std::vector<unsigned char>> memory;
+    const auto fetch = [&](const std::string& name, auto& weight, const auto& shape, WeightRole) {
+      weight.type = types_.at(name);
+      for (size d = 0; d < sizeof(shape) / sizeof(size); ++d) weight.extents[d] = shape[d];
+      memory.push_back(fetched(static_cast<const unsigned char*>(there.at(name)), k3::detail::data_bytes(weight)));
+      weight.data = memory.back().data();
+    };
+    for_each_model_weight(one.config, one.weights, fetch);
+    LayerWeights layer;
+    layer.spec = one.graph.layers[0];
+    for_each_layer_weight(one.config, layer.spec, layer, fetch);
+    one.weights.layers.push_back(std::move(layer));
+
+    Decoder<Fp64> decoder(host{}, one, 1, 1);
+    HybridCache<Fp64> cache = decoder.make_cache(1, capacity);
+    const auto state =
+        std::get<DeviceHybridCache<Bf16>::Kda>(caches_[0]).download(static_cast<size>(row.slot), stream_);
+    CacheSnapshot<Fp64> past;
+    past.position = row.position;
+    past.layers.resize(1);
+    for (const float value : state.recurrent) past.layers[0].recurrent.push_back(static_cast<double>(value));
+    for (const bf16 value : state.conv) past.layers[0].conv.push_back(static_cast<double>(static_cast<float>(value)));
+    cache.restore(0, past);
+    const id slot = 0;
+    std::vector<double> stream;
+    decoder.forward(cache, {view(&row.token, 1), view(&slot, 1), view(&row.position, 1), view(&row.position, 0)},
+                    [&](const char* part, size, const auto& values) {
+                      if (std::string(part) != "residual") return;
+                      if constexpr (std::is_same_v<std::remove_cvref_t<decltype(*values.data)>, double>)
+                        stream.assign(values.data, values.data + hidden);
+                    });
+    return stream;
   }
 
   void remember() {
@@ -116,6 +220,7 @@ class Released final : public ReleasedModel {
   const Stream stream_;
   DeviceWorkspace<Bf16> work_{decoder_geometry_from(model_.config), model_.graph, most_rows, most_rows, capacity};
   std::vector<DeviceLayerCache<Bf16>> caches_ = caches();
+  std::map<std::string, ElementType> types_;
 };
 
 }  // namespace

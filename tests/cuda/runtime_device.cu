@@ -5,6 +5,7 @@
 
 #include "cuda/every_operation.cuh"
 #include "cuda/hold.cuh"
+#include "support/thrown_by.hpp"
 
 namespace k3::test {
 
@@ -281,6 +282,87 @@ std::vector<std::string> faults_of_broken_pass(const K3CpuModel& model, bool ste
   for (const id token : {7, 8})
     expect(same(broken.step(0, token), sound.step(0, token)), "another result after a reset");
   expect(same(broken.step(1, 7), sound.step(1, 7)), "another result of another sequence");
+  return faults;
+}
+
+std::vector<std::string> faults_of_moved_from(const K3CpuModel& on_host) {
+  std::vector<std::string> faults;
+  const auto expect = [&](bool right, const std::string& what) {
+    if (!right) faults.push_back(what);
+  };
+  const auto refused = [&](const std::string& by, auto&& work) {
+    const std::string thrown = thrown_by(work);
+    expect(thrown == by, thrown + ", not " + by);
+  };
+  const auto empty = [&](size count, const char* what) { expect(count == 0, what); };
+
+  DeviceStream first, second(std::move(first));
+  refused("DeviceStream/the stream", [&] { gpu{first}; });
+  refused("DeviceStream/the stream", [&] { first.finish(); });
+  first.finish_quietly();
+  second.finish();
+  first = std::move(second);
+  first.finish();
+  refused("DeviceStream/the stream", [&] { second.finish(); });
+
+  DeviceEvent event, later(std::move(event));
+  try {
+    event.record(first);
+    expect(false, "an event that was moved from is recorded");
+  } catch (const cuda_error&) {
+  }
+  later.record(first);
+  later.wait();
+
+  const KdaConfig kda = on_host.config.kda;
+  const MlaConfig mla = on_host.config.mla;
+  const LatentMoeConfig moe = on_host.config.moe;
+  DeviceBuffer<int> buffer(5), kept_buffer(std::move(buffer));
+  empty(buffer.count() + buffer.to_vector().size(), "DeviceBuffer");
+  expect(buffer.data() == nullptr && kept_buffer.to_vector() == std::vector<int>(5), "DeviceBuffer's memory");
+  KdaDeviceState<float, bf16> state(kda, 2), kept_state(std::move(state));
+  refused("KdaDeviceState/slot", [&] { state.reset(0, first); });
+  kept_state.reset(1, first);
+  MlaDeviceKv<bf16> kv(mla, 2, 8), kept_kv(std::move(kv));
+  refused("MlaDeviceKv/slot", [&] { kv.reset(0); });
+  kept_kv.reset(1);
+  ExpertTable table(moe, std::vector<DeviceExpertWeights>(moe.n_routed)), kept_table(std::move(table));
+  empty(table.experts(), "ExpertTable");
+  DeviceArgmaxWorkspace argmax_work(3), kept_argmax(std::move(argmax_work));
+  empty(argmax_work.max_rows(), "DeviceArgmaxWorkspace");
+  DeviceMlpWorkspace<Bf16> mlp_work(16, 3), kept_mlp(std::move(mlp_work));
+  empty(mlp_work.max_rows(), "DeviceMlpWorkspace");
+  MoeDeviceWorkspace<Bf16> moe_work(moe, 3), kept_moe(std::move(moe_work));
+  empty(moe_work.max_rows(), "MoeDeviceWorkspace");
+  MlaDeviceWorkspace<Bf16> mla_work(mla, 3, 16), kept_mla(std::move(mla_work));
+  empty(mla_work.max_rows(), "MlaDeviceWorkspace");
+
+  // A cache: the graph that was captured for it goes on with the one it went to.
+  Sequences still(on_host), moving(on_host);
+  for (Sequences* one : {&still, &moving}) one->take(0, {3, 14}, false), one->step(0, 1);
+  moving.decoder.finish();
+  DeviceHybridCache<Bf16> kept(std::move(moving.cache));
+  const id token = 5, slot = 0;
+  const size position = 3, row = 0;
+  const DecoderBatch batch{view(&token, 1), view(&slot, 1), view(&position, 1), view(&row, 1)};
+  refused("Decoder::forward/the cache's layers", [&] { moving.decoder.forward(moving.cache, batch); });
+  refused("HybridCache/slot", [&] { moving.cache.reset(0); });
+  moving.decoder.forward(kept, batch);
+  const std::vector<float> want = still.step(0, token);
+  expect(same(moving.decoder.logits(), want), "other logits with a cache that was moved");
+  moving.decoder.finish();
+  // A model: decoders that were made before must not go on without its layers.
+  kept.reset(0);
+  const K3DeviceModel model(std::move(moving.model));
+  const size start = 0;
+  const DecoderBatch begin{view(&token, 1), view(&slot, 1), view(&start, 1), view(&row, 1)};
+  refused("DeviceDecoder::forward/the model", [&] { moving.decoder.forward(kept, begin); });
+  DeviceDecoder<Bf16> decoder(gpu{moving.stream}, model, 16, 4, 1);
+  decoder.forward(kept, begin);
+  still.decoder.finish();
+  still.cache.reset(0);
+  expect(same(decoder.logits(), still.step(0, token)), "other logits of a model that was moved");
+  expect(cudaGetLastError() == cudaSuccess, "an error is left behind");
   return faults;
 }
 

@@ -40,4 +40,7 @@ std::vector<std::string> faults_of_pass_nodes(const K3CpuModel& model);
 /// marked or that are marked without need, and results after a reset that are not a sound decoder's.
 std::vector<std::string> faults_of_broken_pass(const K3CpuModel& model, bool step);
 
+/// Streams, buffers, states, caches, tables, workspaces and a model that were moved from, and what they went to.
+std::vector<std::string> faults_of_moved_from(const K3CpuModel& model);
+
 }  // namespace k3::test

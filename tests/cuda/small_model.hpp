@@ -9,10 +9,11 @@
 namespace k3::test {
 
 /// Two layers, KDA with a dense MLP and MLA with experts, and a snapshot before each: every kernel of a decoder in few
-/// launches, for the sanitizers.
-inline K3CpuModel make_small_model() {
-  K3Config c = k3::detail::twin_pattern(8, 16, 16, {2, 4, 4, -5.0f, true}, {2, 4, 2, 4, 8, 4, true, true, 1e-6f},
-                                        {8, 8, 8, 4, 2, 1, {}, true, true, 1.0f});
+/// launches, for the sanitizers. `moe` has a hidden size of 8.
+inline K3CpuModel make_small_model(const LatentMoeConfig& moe = {8, 8, 8, 4, 2, 1, {}, true, true, 1.0f},
+                                   size vocab = 16) {
+  K3Config c =
+      k3::detail::twin_pattern(8, vocab, 16, {2, 4, 4, -5.0f, true}, {2, 4, 2, 4, 8, 4, true, true, 1e-6f}, moe);
   c.mixers = {MixerKind::Kda, MixerKind::Mla};
   c.attn_res_block_size = 1;
   return synthetic_model(c, 0.5f);

@@ -5,8 +5,10 @@
 #include <limits>
 
 #include "cuda/decoder_device.hpp"
+#include "cuda/layer_values.hpp"
 #include "cuda/model_device.hpp"
 #include "cuda/small_model.hpp"
+#include "support/thrown_by.hpp"
 
 using namespace k3;
 using namespace k3::test;
@@ -32,20 +34,86 @@ TEST_CASE("device decoder: captured steps give the bits of direct ones, and ever
   const Subject subject = subjects(2).front();
   const size count = small_only() ? 2 : 8;
   for (const bool half : all_or_few<bool>({false, true}, {true})) {
-    RunnerOptions captured, direct;
-    captured.half = direct.half = half;
-    direct.graphs = false;
+    RunnerOptions captured, direct, legacy;
+    captured.half = direct.half = legacy.half = half;
+    direct.graphs = false, legacy.legacy = true;
     auto a = make_device_runner(*subject.model, captured), b = make_device_runner(*subject.model, direct),
-         c = make_device_runner(*subject.model, captured);
+         c = make_device_runner(*subject.model, captured), d = make_device_runner(*subject.model, legacy);
     const Run x = greedy(*a, subject.prompt, count), y = greedy(*b, subject.prompt, count),
-              z = greedy(*c, subject.prompt, count);
+              z = greedy(*c, subject.prompt, count), w = greedy(*d, subject.prompt, count);
     for (size row = 0; row < count; ++row) {
       check(same_bits(x.logits[row], y.logits[row]));
       check(same_bits(x.logits[row], z.logits[row]));
+      check(same_bits(x.logits[row], w.logits[row]));
     }
     CHECK((a->to_bytes(0) == b->to_bytes(0)));
     CHECK(a->captured_steps() == 1);
     CHECK(b->captured_steps() == 0);
+    CHECK(d->captured_steps() == 0);
+  }
+}
+
+namespace {
+
+/// What the host's observer sees as "ffn_out" of layer 1 for a prompt, and the logits of its last token.
+template <class P>
+std::pair<std::vector<double>, std::vector<double>> experts_on_host(const K3CpuModel& model,
+                                                                    const std::vector<id>& ids) {
+  const TokenRows rows(ids, 0, ids.size());
+  Decoder<P> decoder(host{1}, model, ids.size(), ids.size());
+  HybridCache<P> cache = decoder.make_cache(1, ids.size());
+  std::vector<double> out;
+  decoder.forward(cache, rows.batch(), [&](const char* part, size layer, const auto& values) {
+    if (layer == 1 && std::string(part) == "ffn_out") out = elements(values);
+  });
+  const auto logits = decoder.logits_row(ids.size() - 1);
+  return {out, std::vector<double>(logits.begin(), logits.end())};
+}
+
+}  // namespace
+
+TEST_CASE("device decoder: experts without latent space, norm or shared experts, in whatever company") {
+  const std::vector<id> ids = {3, 14, 1, 5};
+  for (const LatentMoeConfig& moe : {LatentMoeConfig{8, 0, 8, 4, 2, 0, {}, false, true, 1.0f},
+                                     LatentMoeConfig{8, 8, 8, 4, 2, 0, {}, true, true, 1.0f},
+                                     LatentMoeConfig{8, 8, 8, 4, 2, 1, {}, false, true, 1.0f}}) {
+    const K3CpuModel model = make_small_model(moe);
+    const auto [want, want_logits] = experts_on_host<Fp64>(model, ids);
+    const auto [half_want, half_logits] = experts_on_host<Bf16>(model, ids);
+    for (const bool half : all_or_few<bool>({false, true}, {true})) {
+      CAPTURE(moe.latent, moe.n_shared, moe.use_norm, half);
+      RunnerOptions options;
+      options.half = half;
+      auto whole = make_device_runner(model, options), captured = make_device_runner(model, options);
+      std::vector<float> seen;
+      const TokenRows rows(ids, 0, ids.size());
+      options.max_logit_rows = ids.size();
+      auto all = make_device_runner(model, options);
+      all->forward(rows.batch(), [&](const std::string& part, size layer, std::vector<float>& values) {
+        if (layer == 1 && part == "ffn_out") seen = values;
+      });
+      const std::vector<float> logits = all->logits_row(ids.size() - 1);
+      if (half) {
+        INFO("relative L2 " << relative_l2(seen, half_want) << ", logits " << relative_l2(logits, half_logits));
+        CHECK(relative_l2(seen, half_want) <= 5e-3);
+        CHECK(relative_l2(logits, half_logits) <= 5e-3);
+      } else {
+        check(compare(seen, want, 1e-5, 0, true));
+        check(compare(logits, want_logits, 1e-5, 0, true));
+      }
+      // Streamed, one row a pass, or captured: the same bits.
+      options.max_logit_rows = 1;
+      options.expert_memory = 3 * 768;  // three of the four experts
+      auto streamed = make_device_runner(model, options);
+      feed(*whole, 0, ids, 0, ids.size(), true);
+      for (DeviceRunner* one : {captured.get(), streamed.get()})
+        for (size i = 0; i < ids.size(); ++i) feed(*one, 0, ids, i, 1, true);
+      check(same_bits(whole->logits(), logits));
+      check(same_bits(captured->logits(), logits));
+      CHECK(captured->captured_steps() == 1);
+      check(same_bits(streamed->logits(), logits));
+      CHECK(streamed->cache().slots == 3);
+    }
   }
 }
 
@@ -224,21 +292,48 @@ namespace {
 /// Experts that only say how large they are.
 struct LargeExperts final : ExpertSource {
   std::shared_ptr<const ExpertSource> inner;
-  explicit LargeExperts(std::shared_ptr<const ExpertSource> i) : inner(std::move(i)) {}
+  k3::size rows;
+  LargeExperts(std::shared_ptr<const ExpertSource> i, k3::size r) : inner(std::move(i)), rows(r) {}
   k3::size size() const override { return inner->size(); }
   ExpertWeights operator[](k3::size expert) const override {
     ExpertWeights claimed = (*inner)[expert];
-    claimed.w1.extents[0] = k3::size{1} << 40;
+    claimed.w1.extents[0] = rows;
     return claimed;
   }
 };
 
+void claim_experts(K3CpuModel& model, size rows) {
+  for (LayerWeights& layer : model.weights.layers)
+    if (layer.experts) layer.experts = std::make_shared<LargeExperts>(layer.experts, rows);
+}
+
 }  // namespace
+
+TEST_CASE("device model: a plan that does not fit 64 bits is refused, not taken modulo 2^64") {
+  constexpr size one = 1;
+  const auto refused = [](size embedding, size head, size experts) {
+    K3CpuModel model = make_small_model();  // one layer has experts, four
+    if (embedding > 0) model.weights.embed_tokens.extents[0] = embedding;
+    if (head > 0) model.weights.lm_head.extents[0] = head;
+    if (experts > 0) claim_experts(model, experts);
+    return thrown_by([&] { planned(model); });
+  };
+  // A row has 32 bytes.
+  const std::string too_large = "K3DeviceModel/the weights' size";
+  CHECK(refused(0, 0, 0) == "nothing thrown");
+  CHECK(refused(one << 58, 0, 0) == "nothing thrown");
+  CHECK(refused(one << 59, 0, 0) == too_large);          // its bytes
+  CHECK(refused(one << 61, 0, 0) == too_large);          // its elements
+  CHECK(refused((one << 59) - 1, 0, 0) == too_large);    // rounded up
+  CHECK(refused(one << 58, one << 58, 0) == too_large);  // a sum of weights
+  CHECK(refused(0, 0, one << 56) == "nothing thrown");
+  CHECK(refused(0, 0, one << 57) == too_large);          // four of them
+  CHECK(refused(one << 58, 0, one << 56) == too_large);  // experts and the rest
+}
 
 TEST_CASE("device model: experts that do not fit behind the rest are refused with what is needed and there") {
   K3CpuModel model = small_only() ? make_small_model() : synthetic_small();
-  for (LayerWeights& layer : model.weights.layers)
-    if (layer.experts) layer.experts = std::make_shared<LargeExperts>(layer.experts);
+  claim_experts(model, size{1} << 40);
   size needed = 0;
   const std::string refusal = refuse_too_large_experts(model, needed);
   INFO(refusal);

@@ -150,6 +150,59 @@ TEST_CASE("a row of the device's product has the same bits however the rows of t
   }
 }
 
+TEST_CASE("many rows of x give the bits of few, whatever becomes of the products") {
+  // Blocks with 7, 9 and 12 units of 16 rows, and with several passes; K of one piece and of four.
+  const std::vector<Shape> shapes{{100, 13000, 72},  {128, 13003, 1032}, {128, 18000, 72},
+                                  {77, 24000, 1032}, {300, 26000, 72},   {128, 40000, 72}};
+  for (const Shape s : small_only() ? std::vector<Shape>{{100, 40, 72}, {300, 2200, 72}} : shapes) {
+    CAPTURE(s.tokens, s.rows, s.columns);
+    const ProductCase all = make_case(s.tokens, s.columns);
+    ProductCase few = all;
+    few.tokens = 40, few.x = first_rows(all.x, 0, 40, s.columns);
+    const size half = s.rows / 32 * 8;
+    for (const bool silu : {true, false}) {
+      std::vector<ProductMatrix> list = {make_matrix(half, s.columns, true, true, true),
+                                         make_matrix(s.rows / 4, s.columns, true, false),
+                                         make_matrix(s.rows / 4, s.columns)};
+      if (silu) list[0].glu = GluConfig::silu();
+      const auto want = device_projections(few, list), got = device_projections(all, list);
+      for (size i = 0; i < list.size(); ++i) check(same_bits(first_rows(got[i], 0, 40, list[i].rows), want[i]));
+    }
+    const ProductMatrix m = make_matrix(s.rows, s.columns);
+    check(same_bits(first_rows(device_linear(all, m), 0, 40, s.rows), device_linear(few, m)));
+    const auto stream = numbers(s.tokens * s.rows, 3, true), other = numbers(s.tokens * s.rows, 4, true);
+    const AddResult want = device_linear_add(few, m, first_rows(stream, 0, 40, s.rows),
+                                             first_rows(other, 0, 40, s.rows), false),
+                    got = device_linear_add(all, m, stream, other, false);
+    check(same_bits(first_rows(got.stream, 0, 40, s.rows), want.stream));
+    check(same_bits(first_rows(got.part, 0, 40, s.rows), want.part));
+    check(same_bits(got.snapshot, stream));
+  }
+}
+
+TEST_CASE("a head's product has the same bits in any batch, and agrees with double") {
+  if (small_only()) return;
+  const size rows = 65551, columns = 1032;
+  const ProductMatrix m = make_matrix(rows, columns, true, false);
+  const ProductCase all = make_case(128, columns);
+  const auto want = device_linear(all, m);
+  for (const size tokens : sizes{1, 9, 33, 64, 65})
+    for (const size shift : {size{0}, size{1}}) {
+      if (shift != 0 && tokens != 9) continue;
+      CAPTURE(tokens, shift);
+      ProductCase c = all;
+      c.tokens = tokens, c.shift = shift, c.x = first_rows(all.x, 0, tokens, columns);
+      check(same_bits(device_linear(c, m), first_rows(want, 0, tokens, rows)));
+    }
+  for (size row = 5; row < rows; row += rows / 7)
+    for (size t = 0; t < 128; t += 9) {
+      const auto exact =
+          product(first_rows(all.x, t, 1, columns), first_rows(m.weight, row, 1, columns), 1, 1, columns);
+      CAPTURE(row, t, want[t * rows + row], exact[0]);
+      CHECK(std::abs(static_cast<double>(want[t * rows + row]) - exact[0]) <= 2e-5);
+    }
+}
+
 TEST_CASE("the device's product of released shapes agrees with double on sampled rows") {
   const std::vector<Shape> released{{128, 896, 7168}, {32, 2112, 7168}, {33, 7168, 1536}};
   for (const Shape s : small_only() ? std::vector<Shape>{{33, 70, 1536}} : released)
@@ -253,7 +306,7 @@ TEST_CASE("the device's gated MLP agrees with the host's") {
         return converted<double>(out);
       };
       if (bf16_x)
-        CHECK(relative_l2(got, host_mlp(Bf16{}, bf16(0.0f)), 1) <= 5e-3);
+        CHECK(relative_l2(got, host_mlp(Bf16{}, bf16(0.0f)), 1) <= 1e-3);
       else
         check(compare(got, host_mlp(Fp64{}, 0.0), 5e-6, 0, true));
     }

@@ -24,6 +24,46 @@ TEMPLATE_TEST_CASE("MLA on the device at the released geometry", "[gpu][mla]", f
   check_against_host<TestType>(batch_of(MlaConfig::production(), {4200}, 22, 0, 64));
 }
 
+TEMPLATE_TEST_CASE("mla_absorb_query and mla_expand_values agree with the host", "[gpu][mla]", float, bf16) {
+  constexpr bool narrow = std::is_same_v<TestType, bf16>;
+  std::vector<std::pair<MlaConfig, size>> cases{{odd, 9}, {mla_geometry_of(5, 33, 7, 19, 71), 70}};
+  if (small_only()) cases = {{odd, 9}};
+  if (!small_only()) cases.push_back({MlaConfig::production(), 17});
+  for (const auto& one : cases) {
+    const MlaConfig g = one.first;
+    const size rows = one.second;
+    CAPTURE(g.heads, g.kv_lora_rank, rows);
+    const MlaDeviceInputs in = batch_of(g, std::vector<size>(rows, 1), 27);
+    const size width = mla_cache_width(g), values = mla_v_width(g);
+    std::vector<float> means;
+    for (const double value : random_normal(rows * g.heads * g.kv_lora_rank, 28))
+      means.push_back(static_cast<float>(value));
+    const auto host_results = [&](auto precision) {
+      using P = decltype(precision);
+      using U = typename P::activation;
+      const auto q = converted<U>(in.q), kv_b = converted<U>(in.kv_b);
+      const auto o = converted<typename P::accumulator>(means);
+      std::vector<U> absorbed(rows * g.heads * width), expanded(rows * values);
+      const auto weight = view(kv_b, mla_kv_b_rows(g), g.kv_lora_rank);
+      mla_absorb_query(host{}, g, view(q, rows, mla_q_width(g)), weight, view(absorbed, rows, g.heads, width));
+      mla_expand_values(host{}, g, view(o, rows, g.heads, g.kv_lora_rank), weight, view(expanded, rows, values));
+      return std::pair(converted<double>(absorbed), converted<double>(expanded));
+    };
+    const auto absorbed = mla_absorbed_on_device<TestType>(in), expanded = mla_expanded_on_device<TestType>(in, means);
+    if constexpr (narrow) {
+      const auto [absorbed_want, expanded_want] = host_results(Bf16{});
+      const double first = relative_l2(absorbed, absorbed_want), second = relative_l2(expanded, expanded_want);
+      CAPTURE(first, second);
+      CHECK(first <= 1e-4);   // measured 2.6e-5
+      CHECK(second <= 3e-4);  // measured 1.1e-4
+    } else {
+      const auto [absorbed_want, expanded_want] = host_results(Fp64{});
+      check(compare(absorbed, absorbed_want, float_bound, 0, true));
+      check(compare(expanded, expanded_want, float_bound, 0, true));
+    }
+  }
+}
+
 TEST_CASE("the latent kernel agrees with the host however rows are cut", "[gpu][mla]") {
   std::vector<size> lengths{1, 63, 64, 65, 4095, 4096, 4097};
   if (small_only()) lengths = {1, 130};
@@ -100,6 +140,26 @@ TEST_CASE("attention of one row to several launches' agrees with double", "[gpu]
     for (const size count : all_or_few<size>({1, 2, 3, 8, 9, 64, 65, 130, 256, 257, 300}, {2, 8, 9, 66}))
       if (count <= rows) check_counted<bf16>(problem, small_only() ? 0 : rows - count, count, counted_bound);
   }
+}
+
+TEST_CASE("attention: a row's bits do not depend on its batch at the released sizes", "[gpu][mla]") {
+  // Grids and launches differ for 1, 3 and 9 rows; one row has 64 parts.
+  const size rows = small_only() ? 16 : 128, long_row = 5;
+  std::vector<size> lengths;
+  for (size r = 0; r < rows; ++r)
+    lengths.push_back(r == long_row ? (small_only() ? 513 : 70001) : 1 + r * 617 % (small_only() ? 200 : 1500));
+  const size heads = small_only() ? 24 : 96, each = heads * 512;
+  const MlaCounted problem(latent_512(heads), lengths, 43, 64, 0, heads);
+  const std::vector<float> all = mla_attend_on_device<bf16>(problem.in, true).out;
+  CHECK(problem.compare_rows(all, 0, rows).worst <= counted_bound);
+  for (const size count : all_or_few<size>({1, 2, 3, 8, 9, 64}, {1, 9}))
+    for (const size first : {long_row - (count < 8 ? count - 1 : 1), size{0}, rows - count}) {
+      CAPTURE(count, first);
+      const auto at = all.begin() + static_cast<std::ptrdiff_t>(first * each);
+      check_same(mla_attend_on_device<bf16>(rows_of(problem.in, first, count), true).out,
+                 std::vector<float>(at, at + static_cast<std::ptrdiff_t>(count * each)));
+      if (small_only()) break;
+    }
 }
 
 TEST_CASE("attention of many rows leaves out those that have no place", "[gpu][mla]") {

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
+#include <bit>
+
 #include "cuda/moe_device.hpp"
 #include "cuda/moe_problem.hpp"
 
@@ -47,6 +49,43 @@ TEST_CASE("Repacking experts is lossless and puts every bit where the layout say
   CHECK(repack_on_device(g, expert, 4).packed.data[0].empty());
   const LatentMoeConfig narrow = geometry(256, 512, 1, 1);
   CHECK(repack_on_device(narrow, random_experts(narrow, ElementType::mxfp4, 62)[0]).packed.data[0].empty());
+}
+
+TEST_CASE("Repacking experts gives every pair of words back", "[cuda][moe]") {
+  // Both ways only shift, mask, join and add modulo 2: they are linear over GF(2), so that what holds for zero and each
+  // of the 64 bits alone holds for all 2^64 values. Ors that join bits of both sides would not be: hence all values of
+  // each 16 bits, the other 48 being zero, and random ones.
+  const LatentMoeConfig g = geometry(2048, 2048, 1, 1);
+  ExpertBytes expert = random_experts(g, ElementType::mxfp4, 63)[0];
+  REQUIRE(expert.data[0].size() == 4 * 65536 * 8);
+  for (size quarter = 0; quarter < 4; ++quarter)
+    for (size value = 0; value < 65536; ++value) {
+      unsigned char* const pair = &expert.data[0][(quarter * 65536 + value) * 8];
+      std::fill_n(pair, 8, static_cast<unsigned char>(0));
+      pair[2 * quarter] = static_cast<unsigned char>(value),
+               pair[2 * quarter + 1] = static_cast<unsigned char>(value >> 8);
+    }
+  const auto got = repack_on_device(g, expert);
+  size zero = 0, single = 0, wrong = 0;
+  for (size i = 0; i < expert.data[0].size(); i += 8) {
+    std::uint64_t in = 0, out = 0;
+    __builtin_memcpy(&in, &expert.data[0][i], 8);
+    __builtin_memcpy(&out, &got.restored.data[0][i], 8);
+    zero += in == 0, single += std::has_single_bit(in), wrong += in != out;
+  }
+  CHECK(zero == 4);
+  CHECK(single == 64);
+  CHECK(wrong == 0);
+  for (size m = 1; m < 3; ++m) CHECK(got.restored.data[m] == expert.data[m]);
+  // The codes in the packed words, at the places that the layout says.
+  wrong = 0;
+  for (size row = 0; row < 2048; ++row)
+    for (size k = 0; k < 2048; ++k) {
+      const size piece = row / 8 * 4 + k / 512, lane = row % 8 * 4 + k / 32 % 4, step = k / 128 % 4;
+      const unsigned char* const at = &got.packed.data[0][piece * 2048 + step * 512 + lane * 16 + k % 32 / 16 * 8];
+      wrong += code_of_two_words(at, k % 16) != (expert.data[0][(row * 2048 + k) / 2] >> k % 2 * 4 & 15u);
+    }
+  CHECK(wrong == 0);
 }
 
 namespace {

@@ -88,7 +88,7 @@ TEST_CASE("device decoder: a pass that CUDA refuses stops its sequences, and not
     const std::vector<unsigned char> other = runner->to_bytes(1);
     feed(*runner, 0, {3, 14, 1}, 0, 3, true);
     const Token step(7, 3, wanted);
-    CHECK_THROWS_AS(runner->forward_in_invalid_capture(step.batch()), cuda_error);
+    CHECK_THROWS_AS(runner->in_invalid_capture([&] { runner->forward(step.batch()); }), cuda_error);
     CHECK(left_behind().empty());
     CHECK(runner->slot_status(0) == RowStatus::interrupted);
     CHECK_THROWS_AS(runner->forward(step.batch()), invalid_argument);
@@ -106,6 +106,80 @@ TEST_CASE("device decoder: a pass that CUDA refuses stops its sequences, and not
     }
     check(same_bits(runner->logits(), fresh->logits()));
   }
+}
+
+TEST_CASE("device caches: what CUDA refuses of a reset, a restore or a rollback leaves that sequence interrupted") {
+  const K3CpuModel model = few_launches();
+  RunnerOptions options;
+  options.slots = 2;
+  auto runner = make_device_runner(model, options);
+  feed(*runner, 1, {5, 6}, 0, 2, true);
+  const std::vector<unsigned char> other = runner->to_bytes(1);
+  feed(*runner, 0, {3, 14, 1}, 0, 3, true);
+  const std::vector<unsigned char> bytes = runner->to_bytes(0);
+  const std::pair<const char*, std::function<void()>> calls[] = {{"reset", [&] { runner->reset(0); }},
+                                                                 {"restore", [&] { runner->from_bytes(0, bytes); }},
+                                                                 {"rollback", [&] { runner->back_to_mark(); }}};
+  for (const auto& [name, call] : calls) {
+    INFO(name);
+    runner->from_bytes(0, bytes);
+    runner->mark();
+    runner->forward(Token(7, 3).batch());
+    REQUIRE(runner->slot_status(0) == RowStatus::ok);
+    CHECK_THROWS_AS(runner->in_invalid_capture(call), cuda_error);
+    CHECK(left_behind().empty());
+    CHECK(runner->slot_status(0) == RowStatus::interrupted);
+    CHECK_THROWS_AS(runner->to_bytes(0), invalid_argument);
+    CHECK_THROWS_AS(runner->forward(Token(8, runner->position(0)).batch()), invalid_argument);
+    CHECK(runner->slot_status(1) == RowStatus::ok);
+    CHECK(runner->to_bytes(1) == other);
+    // Where CUDA takes it, the same call makes the sequence a good one again.
+    call();
+    CHECK(runner->slot_status(0) == RowStatus::ok);
+    if (std::string(name) == "reset")
+      CHECK(runner->position(0) == 0);
+    else
+      CHECK(runner->to_bytes(0) == bytes);
+  }
+}
+
+TEST_CASE("device caches: reset, snapshots and rollback work beside another stream's capture") {
+  const K3CpuModel model = few_launches();
+  auto runner = make_device_runner(model, {});
+  feed(*runner, 0, {3, 14, 1}, 0, 3, true);
+  const std::vector<unsigned char> bytes = runner->to_bytes(0);
+  runner->beside_capture([&] {
+    runner->mark();
+    runner->forward(Token(7, 3).batch());
+    runner->back_to_mark();
+    CHECK(runner->to_bytes(0) == bytes);
+    runner->reset(0);
+    CHECK(runner->position(0) == 0);
+    runner->from_bytes(0, bytes);
+  });
+  CHECK(runner->to_bytes(0) == bytes);
+  CHECK(left_behind().empty());
+}
+
+TEST_CASE("what was moved from is empty and refused, and what it went to goes on") {
+  const std::vector<std::string> faults = faults_of_moved_from(few_launches());
+  for (const std::string& fault : faults) FAIL_CHECK(fault);
+  CHECK(faults.empty());
+}
+
+TEST_CASE("memory that is not there: buffers and decoders say what they need and what is free") {
+  constexpr size bytes = size{1} << 50, rows = size{1} << 18, vocab = size{1} << 19;
+  const std::string free = " of " + std::to_string(total_bytes()) + " are free";
+  const std::string buffer = refuse_buffer(bytes);
+  INFO(buffer);
+  CHECK(buffer.find("cudaMalloc of " + std::to_string(bytes) + " bytes failed: ") != std::string::npos);
+  CHECK(buffer.find(free) != std::string::npos);
+  const std::string decoder = refuse_decoder(make_small_model({8, 8, 8, 4, 2, 1, {}, true, true, 1.0f}, vocab), rows);
+  INFO(decoder);
+  CHECK(decoder.find("DeviceDecoder: a workspace for passes of up to " + std::to_string(rows) + " rows") == 0);
+  CHECK(decoder.find("cudaMalloc of " + std::to_string(4 * rows * vocab) + " bytes failed: ") != std::string::npos);
+  CHECK(decoder.find(free) != std::string::npos);
+  CHECK(left_behind().empty());
 }
 
 TEST_CASE("device decoder: an operation that throws in the middle of a pass, captured or not, stops its sequences") {

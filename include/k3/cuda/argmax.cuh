@@ -67,7 +67,7 @@ void argmax(const gpu& exec, const Logits& logits, DeviceArgmaxWorkspace& worksp
                                   workspace.arrived(),
                                   ids.data,
                                   status.data};
-  detail::launch(exec.stream, dim3(detail::grid_size(rows * blocks, 1)), dim3(kernel::argmax_threads), 0,
+  detail::launch("argmax", exec.stream, dim3(detail::grid_size(rows * blocks, 1)), dim3(kernel::argmax_threads), 0,
                  kernel::argmax<kernel::argmax_threads>, a);
 }
 

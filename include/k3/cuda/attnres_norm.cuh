@@ -41,13 +41,12 @@ kernel::AttnResVector attnres_vector(const char* argument, const Weight& weight,
 /// bits do not depend on it.
 template <class T>
 unsigned attnres_blocks(size rows, size hidden, size sources) {
-  static const bool clusters = compiled_for_hopper("attnres_norm", kernel::attnres_norm<4, true, T>);
   const size pieces = (hidden + kernel::attnres_piece - 1) / kernel::attnres_piece;
   const size room = static_cast<size>(multiprocessors());
   if (sources > kernel::attnres_kept || pieces > kernel::attnres_most_pieces || rows >= size{1} << 28) return 0;
   const bool one_fits = 32 * pieces <= size{kernel::attnres_threads<1, T>()};
   const bool two_fit = (pieces + 1) / 2 * 32 <= size{kernel::attnres_threads<2, T>()};
-  if (!clusters || pieces == 1) return one_fits ? 1 : 0;
+  if (!target("attnres_norm").clusters || pieces == 1) return one_fits ? 1 : 0;
   if (!two_fit || (pieces >= 4 && 4 * rows <= room)) return 4;
   return !one_fits || rows <= room ? 2 : 1;
 }
@@ -58,7 +57,7 @@ void launch_attnres_norm(const gpu& exec, const kernel::AttnResArguments<T>& a) 
   const auto plain = [](const kernel::AttnResVector& v) { return !v.is_float && v.vector; };
   const bool all_plain =
       a.vector && a.hidden % 8 == 0 && plain(a.norm) && plain(a.proj) && plain(a.weight) && !a.mixed && a.mix == 1;
-  launch_clusters(exec.stream, Blocks, dim3(static_cast<unsigned>(a.rows) * Blocks),
+  launch_clusters("attnres_norm", exec.stream, Blocks, dim3(static_cast<unsigned>(a.rows) * Blocks),
                   dim3((pieces + Blocks - 1) / Blocks * 32), 0,
                   all_plain ? kernel::attnres_norm<Blocks, true, T> : kernel::attnres_norm<Blocks, false, T>, a);
 }
@@ -70,8 +69,8 @@ void launch_attnres_norm(const gpu& exec, const kernel::AttnResArguments<T>& a, 
     case 2: return launch_attnres_norm<2>(exec, a);
     case 4: return launch_attnres_norm<4>(exec, a);
     default:
-      launch(exec.stream, dim3(grid_size(a.rows, 1)), dim3(kernel::attnres_any_threads), 0, kernel::attnres_norm_any<T>,
-             a);
+      launch("attnres_norm", exec.stream, dim3(grid_size(a.rows, 1)), dim3(kernel::attnres_any_threads), 0,
+             kernel::attnres_norm_any<T>, a);
   }
 }
 

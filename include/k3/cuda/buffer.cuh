@@ -21,20 +21,34 @@ inline DeviceMemory device_memory(const char* operation) {
   return memory;
 }
 
+/// "F of T are free", in bytes.
+inline std::string text(const DeviceMemory& memory) {
+  return std::to_string(memory.free) + " of " + std::to_string(memory.total) + " are free";
+}
+
 /// Throws cuda_error where not that much is free: "`what` N bytes, F of T are free".
 inline void require_free(const char* operation, const std::string& what, size bytes) {
   const DeviceMemory memory = device_memory(operation);
   if (bytes > memory.free)
     throw cuda_error(operation, "the memory plan", static_cast<int>(cudaErrorMemoryAllocation),
-                     what + " " + std::to_string(bytes) + " bytes, " + std::to_string(memory.free) + " of " +
-                         std::to_string(memory.total) + " are free");
+                     what + " " + std::to_string(bytes) + " bytes, " + text(memory));
+}
+
+/// Throws cuda_error unless `code` is cudaSuccess: "`call` of N bytes", and where there is no memory "F of T are free".
+inline void check_allocation(const char* operation, const char* call, size bytes, cudaError_t code) {
+  if (code == cudaSuccess) return;
+  ignore_cuda(code);
+  std::string description = cuda_description(code);
+  if (code == cudaErrorMemoryAllocation) description += ", " + text(device_memory(operation));
+  throw cuda_error(operation, std::string(call) + " of " + std::to_string(bytes) + " bytes", static_cast<int>(code),
+                   description);
 }
 
 }  // namespace detail
 
 /// Owns device memory for `count` elements, zero unless said otherwise. Moves, does not copy. Allocation and release
-/// wait for the device: for set-up, never on the decode path. Throws cuda_error where there is no memory, naming the
-/// size.
+/// wait for the device: for set-up, never on the decode path. Throws cuda_error where there is no memory, with the size
+/// and what is free.
 template <class T>
 class DeviceBuffer {
  public:
@@ -42,12 +56,7 @@ class DeviceBuffer {
   explicit DeviceBuffer(size count, bool zero = true) : count_(count) {
     if (count == 0) return;
     const size bytes = detail::checked_product("DeviceBuffer", "count", count, sizeof(T));
-    const cudaError_t code = cudaMalloc(reinterpret_cast<void**>(&data_), bytes);
-    if (code != cudaSuccess) {
-      detail::ignore_cuda(code);
-      throw cuda_error("DeviceBuffer", "cudaMalloc of " + std::to_string(bytes) + " bytes", static_cast<int>(code),
-                       detail::cuda_description(code));
-    }
+    detail::check_allocation("DeviceBuffer", "cudaMalloc", bytes, cudaMalloc(reinterpret_cast<void**>(&data_), bytes));
     if (zero) {
       // Ordered before everything later on any stream: a plain memset would only be ordered on the default one.
       detail::check_cuda("DeviceBuffer", "cudaMemset", cudaMemset(data_, 0, bytes));

@@ -14,7 +14,7 @@ namespace k3 {
 /// Decoder on the device: the same batches, the same schedule, the same results. Between the token ids going in and the
 /// arg-max coming out nothing leaves the device, allocates or waits; `argmax` and `logits` wait for what they return. A
 /// pass that wants the logits of all its rows, a decode step, is captured into a CUDA graph the first time its number
-/// of rows is seen (on a stream of the caller's own, with all mixers on the device) and replayed for as long as the
+/// of rows is seen (not on the default stream, and with all mixers on the device) and replayed for as long as the
 /// cache stays the same. With streamed experts (K3DeviceModel::place_experts) no pass is captured, and each layer waits
 /// for the reads that it needs; an exception of the expert source leaves the batch's sequences interrupted. Precision:
 /// Fp32 (for parity) and Bf16. Source: as Decoder.
@@ -44,7 +44,7 @@ class DeviceDecoder {
         max_logit_rows_(max_logit_rows),
         capacity_(capacity),
         shapes_(detail::layer_shapes(model.host_model().graph, model.config().kda, model.config().mla)),
-        work_(geometry, model.host_model().graph, max_rows, max_logit_rows, capacity) {
+        work_(workspace(geometry, model.host_model().graph, max_rows, max_logit_rows, capacity)) {
     if (!ablation.force_expert || geometry.moe.n_routed == 0) return;
     std::vector<float> forced(max_rows * geometry.moe.n_routed, 0.0f);
     for (size row = 0; row < max_rows; ++row) forced[row * geometry.moe.n_routed + *ablation.force_expert] = 8.0f;
@@ -77,14 +77,14 @@ class DeviceDecoder {
                     "no call by an observer of its own");
     finish();  // what the pass before found decides whether its sequences may go on
     detail::check_batch(batch, cache, shapes_, size{geometry_.vocab}, max_rows_, max_logit_rows_);
-    detail::require(model_.complete(), "DeviceDecoder::forward", "the model", "without experts",
-                    "one with its experts placed");
+    detail::require(model_.complete(), "DeviceDecoder::forward", "the model", "incomplete",
+                    "one with its experts placed and not moved from");
     detail::require(cache.capacity() <= capacity_, "DeviceDecoder::forward", "the cache's capacity", cache.capacity(),
                     capacity_);
     if constexpr (observed) work_.observe(geometry_.hidden);  // allocates: before anything changes
     load_rows(batch);
     const bool step =
-        logit_rows_.size() == rows_ && exec_.stream != nullptr && !cache.on_host() && !model_.expert_cache();
+        logit_rows_.size() == rows_ && detail::capturable(exec_.stream) && !cache.on_host() && !model_.expert_cache();
     running_ = true;
     try {
       if (step && !observed)
@@ -141,6 +141,20 @@ class DeviceDecoder {
 
   static const K3DeviceModel& checked(const K3DeviceModel& model, G geometry, size max_rows, size max_logit_rows,
                                       const Ablation& ablation);
+  /// Says what the memory is for where there is too little.
+  static DeviceWorkspace<P> workspace(G geometry, const K3Graph& graph, size max_rows, size max_logit_rows,
+                                      size capacity) {
+    try {
+      return DeviceWorkspace<P>(geometry, graph, max_rows, max_logit_rows, capacity);
+    } catch (const cuda_error& problem) {
+      if (problem.code() != static_cast<int>(cudaErrorMemoryAllocation)) throw;
+      throw cuda_error("DeviceDecoder",
+                       "a workspace for passes of up to " + std::to_string(max_rows) + " rows, " +
+                           std::to_string(max_logit_rows) + " with logits, of up to " + std::to_string(capacity) +
+                           " positions",
+                       problem.code(), problem.what());
+    }
+  }
   void require_index(const char* operation, size index) {
     finish();
     detail::require(index < logit_rows_.size(), operation, "index", index, "below the number of wanted rows");
@@ -213,9 +227,6 @@ const K3DeviceModel& DeviceDecoder<P, G>::checked(const K3DeviceModel& model, G 
                   "between 1 and max_rows");
   check(ablation, model.config(), operation);
   detail::require(ablation.o_proj_tp == 1, operation, "ablation.o_proj_tp", ablation.o_proj_tp, "1 on a device");
-  const LatentMoeConfig& moe = model.config().moe;
-  detail::require(moe.latent > 0 || moe.n_shared > 0, operation, "the experts", "without latent and shared experts",
-                  "one of the two");
   return model;
 }
 

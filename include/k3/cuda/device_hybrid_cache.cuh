@@ -20,7 +20,7 @@ using DeviceLayerCache =
 /// HybridCache in device memory: the same sequences, the same snapshots. A snapshot taken here opens on the host and
 /// the other way round, byte for byte, in the same precision. Allocates when it is made and never again; snapshots and
 /// resets wait for the stream, forward passes do not. The decoder that last used it must have been asked for its tokens
-/// before that.
+/// before that. A CUDA error in reset, restore or rollback leaves that slot's sequence interrupted.
 template <precision P = Fp32>
 class DeviceHybridCache {
  public:
@@ -85,12 +85,13 @@ class DeviceHybridCache {
 
   /// Makes the slot that of a new, empty sequence.
   void reset(size slot) {
-    sequences_.replace(slot, 0);
+    sequences_.invalidate(slot, RowStatus::interrupted);
     for (DeviceLayerCache<P>& layer : layers_) {
       if (Kda* state = std::get_if<Kda>(&layer)) state->reset(slot, stream_);
       if (HostKda* state = std::get_if<HostKda>(&layer)) state->reset(slot);
     }
     wait();
+    sequences_.replace(slot, 0);
   }
   /// What a step makes of a slot; for decoders.
   void advance(size slot, size tokens) { sequences_.advance(slot, tokens); }
@@ -118,6 +119,7 @@ class DeviceHybridCache {
   void rollback(const RollbackPoint<P>& point) {
     sequences_.require_past(point.slot, point.generation, point.position, "DeviceHybridCache::rollback");
     detail::check_point("DeviceHybridCache::rollback", shapes_, point);
+    sequences_.invalidate(point.slot, RowStatus::interrupted);
     size next = 0;
     for (size index = 0; index < layers_.size(); ++index)
       if (is_kda(index)) put(index, point.slot, point.position, point.kda_layers[next++]);
@@ -130,6 +132,7 @@ class DeviceHybridCache {
     return ++count;
   }
   void wait() const {
+    const detail::BesideCaptures beside;
     detail::check_cuda("DeviceHybridCache", "cudaStreamSynchronize", cudaStreamSynchronize(stream_));
   }
   bool is_kda(size index) const { return shapes_[index].mixer == MixerKind::Kda; }
@@ -196,6 +199,7 @@ template <precision P>
 void DeviceHybridCache<P>::restore(size slot, const CacheSnapshot<P>& snapshot) {
   static_cast<void>(sequences_[slot]);  // throws where there is no such slot
   detail::check_snapshot("DeviceHybridCache::restore", shapes_, capacity_, snapshot);
+  sequences_.invalidate(slot, RowStatus::interrupted);
   for (size index = 0; index < layers_.size(); ++index) put(index, slot, snapshot.position, snapshot.layers[index]);
   sequences_.replace(slot, snapshot.position);
 }

@@ -101,19 +101,20 @@ class K3DeviceModel {
   const K3Config& config() const { return host_.config; }
   const DeviceDecoderWeights& weights() const { return weights_; }
   size bytes() const { return memory_.bytes() + expert_memory_.bytes() + (cache_ ? cache_->memory() : 0); }
-  /// Whether every expert can be used.
-  bool complete() const { return complete_; }
+  /// Whether every expert can be used; never of a model that was moved from.
+  bool complete() const { return complete_ && memory_.count() > 0; }
   /// What streams the experts; null where they are all there.
   ExpertCache* expert_cache() const { return cache_.get(); }
 
-  /// Bytes that the weights of `model` take on a device: all, all but the routed experts, and these.
-  static size plan(const K3CpuModel& model) { return plan_trunk(model) + plan_experts(model); }
+  /// Bytes that the weights of `model` take on a device: all, all but the routed experts, and these. Throw
+  /// invalid_argument where they do not fit 64 bits.
+  static size plan(const K3CpuModel& model) { return detail::plan_sum(plan_trunk(model), plan_experts(model)); }
   static size plan_trunk(const K3CpuModel& model) {
     size bytes = 0;
     const auto add = [&](const std::string& name, const auto& weight, const auto&, WeightRole) {
       detail::require(weight.type == ElementType::f32 || weight.type == ElementType::bf16, "K3DeviceModel",
                       name.c_str(), "of another type", "F32 or BF16");
-      bytes += detail::planned_bytes(weight);
+      bytes = detail::plan_sum(bytes, detail::planned_bytes(weight));
     };
     DecoderWeights weights = model.weights;
     for_each_model_weight(model.config, weights, add);
@@ -124,7 +125,10 @@ class K3DeviceModel {
     size bytes = 0;
     // All experts of a layer are stored alike; asking for one is enough for the plan.
     for (const LayerWeights& layer : model.weights.layers)
-      if (layer.experts) bytes += layer.experts->size() * detail::planned_bytes((*layer.experts)[0]);
+      if (layer.experts) {
+        const size one = detail::planned_bytes((*layer.experts)[0]);
+        bytes = detail::plan_sum(bytes, detail::plan_product(layer.experts->size(), one));
+      }
     return bytes;
   }
 
@@ -233,7 +237,7 @@ class K3DeviceModel {
   static size plan(const K3Config& config, const K3Graph& graph, Source& source) {
     size bytes = 0;
     const auto add = [&](const std::string& name, const auto& weight, const auto& shape, WeightRole) {
-      bytes += detail::planned_bytes(unplaced(source, name, weight, shape));
+      bytes = detail::plan_sum(bytes, detail::planned_bytes(unplaced(source, name, weight, shape)));
     };
     DeviceDecoderWeights model;
     for_each_model_weight(config, model, add);
@@ -243,7 +247,7 @@ class K3DeviceModel {
       if (spec.mlp != MlpKind::LatentMoe) continue;
       const size before = bytes;
       expert_matrices(config.moe, expert_prefix(spec.index, 0), add);
-      bytes = before + config.moe.n_routed * (bytes - before);
+      bytes = detail::plan_sum(before, detail::plan_product(config.moe.n_routed, bytes - before));
     }
     return bytes;
   }

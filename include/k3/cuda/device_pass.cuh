@@ -210,9 +210,10 @@ void DevicePass<P, G, Observer>::project_experts(const BasicLatentMoeWeights<Mem
   if (g.n_shared > 0)
     shared = gated_projection(g.activation, w.shared_experts.gate_proj, w.shared_experts.up_proj,
                               rows_of(work_.shared_mid, moe_shared_width(g)));
-  const bool both = g.latent > 0 && g.n_shared > 0;
+  const bool both = g.latent > 0 && g.n_shared > 0, none = g.latent == 0 && g.n_shared == 0;
   const Projection& first = g.latent > 0 ? latent : shared;
-  if (which == ExpertInputs::router) return projections(exec_, x, {router});
+  if (none && which == ExpertInputs::others) return;
+  if (none || which == ExpertInputs::router) return projections(exec_, x, {router});
   if (which == ExpertInputs::all)
     return both ? projections(exec_, x, {router, latent, shared}) : projections(exec_, x, {router, first});
   return both ? projections(exec_, x, {latent, shared}) : projections(exec_, x, {first});
@@ -301,10 +302,13 @@ void DevicePass<P, G, Observer>::experts(const DeviceLayerWeights& layer, Linear
     mix_experts(layer, 0, rows_);
   }
   if (g.latent == 0) {
-    // The experts' sum is the routed output itself: the shared experts' linear ends the sublayer.
+    // The experts' sum is the routed output itself: the shared experts' linear ends the sublayer, one without columns
+    // where there are none.
     add.other = combined;
     const auto shared_mid = rows_of(work_.shared_mid, moe_shared_width(g));  // [R, shared width]
-    return linear_add(exec_, shared_mid, w.shared_experts.down_proj, stream, add);
+    AnyMatrix<MemorySpace::device> down = w.shared_experts.down_proj;
+    if (g.n_shared == 0) down = device_view(static_cast<const float*>(nullptr), g.hidden, size{0});
+    return linear_add(exec_, shared_mid, down, stream, add);
   }
   if (g.use_norm) rms_norm(exec_, combined, w.routed_expert_norm, geometry_.rms_norm_eps, latent);
   if (g.n_shared > 0) add.other = rows_of(work_.shared_out, g.hidden);

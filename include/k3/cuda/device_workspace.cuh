@@ -54,7 +54,7 @@ struct DeviceWorkspace {
         status(rows),
         logit_status(max_logit_rows),
         stream(rows * g.hidden),
-        snapshots(snapshot_count * rows * g.hidden),
+        snapshots(detail::checked_product("DeviceWorkspace", "max_rows", snapshot_count, rows * g.hidden)),
         normed(rows * g.hidden),
         logits(max_logit_rows * g.vocab),
         argmax_work(max_logit_rows) {

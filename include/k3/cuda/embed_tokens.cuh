@@ -44,7 +44,7 @@ void embed_tokens(const gpu& exec, const Ids& ids, const AnyMatrix<MemorySpace::
         static_cast<unsigned>((hidden + 8 * threads - 1) / (8 * threads)),
         static_cast<unsigned>(RowStatus::bad_id),
         detail::rows_aligned(typed) && detail::rows_aligned(out)};
-    detail::launch(exec.stream, dim3(detail::grid_size(rows * a.parts, 1)), dim3(threads), 0,
+    detail::launch("embed_tokens", exec.stream, dim3(detail::grid_size(rows * a.parts, 1)), dim3(threads), 0,
                    kernel::embed_tokens<threads, Entry, typename Out::value_type>, a);
   });
 }

@@ -10,6 +10,11 @@ namespace k3 {
 /// other, allocates nothing, waits for nothing and may be captured into a graph. `independent`: a sequence's bits do
 /// not depend on the rest of its batch. False allows a faster choice that does not keep this: MLA attention then deals
 /// its work evenly over the batch.
+/// Weights must be complete when an operation is called: on compute capability 9.0 kernels fetch them before the work
+/// in front of them on the stream is done, so they may not be what that work still writes. (DeviceBuffer's copies and
+/// K3DeviceModel wait.) Everything else an operation reads may come from earlier work on its stream.
+/// A process uses one device: what kernels are allowed and how they are divided is found out once, for the device that
+/// was current at the first call.
 struct gpu {
   cudaStream_t stream = nullptr;
   bool independent = true;
@@ -23,7 +28,7 @@ inline unsigned grid_size(size count, size per_block) {
   return static_cast<unsigned>(blocks < 0x7fffffffu ? blocks : 0x7fffffffu);
 }
 
-/// Multiprocessors of the device that was current at the first call.
+/// Multiprocessors of the process's device.
 inline int multiprocessors() {
   static const int count = [] {
     int device = 0, value = 0;
@@ -34,6 +39,9 @@ inline int multiprocessors() {
   }();
   return count;
 }
+
+/// Whether CUDA lets work on the stream be captured: not on the default stream.
+inline bool capturable(cudaStream_t stream) { return stream != nullptr && stream != cudaStreamLegacy; }
 
 }  // namespace detail
 }  // namespace k3

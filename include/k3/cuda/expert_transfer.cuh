@@ -12,12 +12,21 @@ namespace k3::detail {
 /// Tensors start on multiples of this many bytes, so that every vector load is possible.
 inline constexpr size device_alignment = 256;
 
-inline size aligned_bytes(size bytes) { return (bytes + device_alignment - 1) / device_alignment * device_alignment; }
+/// a + b and a * b in a memory plan; they throw invalid_argument where it does not fit 64 bits.
+inline size plan_sum(size a, size b) {
+  require(a <= ~size{0} - b, "K3DeviceModel", "the weights' size", "too large", "below 2^64 bytes");
+  return a + b;
+}
+inline size plan_product(size a, size b) { return checked_product("K3DeviceModel", "the weights' size", a, b); }
+
+inline size aligned_bytes(size bytes) {
+  return plan_sum(bytes, device_alignment - 1) / device_alignment * device_alignment;
+}
 
 template <size Rank, MemorySpace Space>
 size element_count(const AnyView<Rank, Space>& weight) {
   size count = 1;
-  for (size d = 0; d < Rank; ++d) count *= weight.extents[d];
+  for (size d = 0; d < Rank; ++d) count = plan_product(count, weight.extents[d]);
   return count;
 }
 
@@ -26,8 +35,8 @@ template <size Rank, MemorySpace Space>
 size data_bytes(const AnyView<Rank, Space>& weight) {
   const size count = element_count(weight);
   switch (weight.type) {
-    case ElementType::f32: return 4 * count;
-    case ElementType::bf16: return 2 * count;
+    case ElementType::f32: return plan_product(4, count);
+    case ElementType::bf16: return plan_product(2, count);
     case ElementType::mxfp4: return count / 2;
     default:
       throw invalid_argument("K3DeviceModel", "a weight", weight.type == ElementType::f64 ? "F64" : "absent",
@@ -40,10 +49,10 @@ size scale_bytes(const AnyView<Rank, Space>& weight) {
 }
 template <size Rank, MemorySpace Space>
 size planned_bytes(const AnyView<Rank, Space>& weight) {
-  return aligned_bytes(data_bytes(weight)) + aligned_bytes(scale_bytes(weight));
+  return plan_sum(aligned_bytes(data_bytes(weight)), aligned_bytes(scale_bytes(weight)));
 }
 inline size planned_bytes(const ExpertWeights& expert) {
-  return planned_bytes(expert.w1) + planned_bytes(expert.w3) + planned_bytes(expert.w2);
+  return plan_sum(planned_bytes(expert.w1), plan_sum(planned_bytes(expert.w3), planned_bytes(expert.w2)));
 }
 
 /// Bytes of an expert itself.

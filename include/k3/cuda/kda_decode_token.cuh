@@ -163,17 +163,18 @@ void launch_kda_decode(const char* operation, const gpu& exec, const Arguments& 
   if constexpr (Staged)
     check_cuda(operation, "cudaFuncSetAttribute",
                cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
-  launch(exec.stream, dim3(a.heads, smaller(a.rows, 65535u)), dim3(kernel::kda_threads), shared, function, a);
+  launch(operation, exec.stream, dim3(a.heads, smaller(a.rows, 65535u)), dim3(kernel::kda_threads), shared, function,
+         a);
 }
 
-/// Which kernel runs depends on the device, the geometry, the weights' type and how memory is aligned; the bits do not.
+/// Which kernel runs depends on the target, the geometry, the weights' type and how memory is aligned; the bits do not.
 template <bool Fused, class G, class Arguments>
 void launch_kda_decode(const char* operation, const gpu& exec, G geometry, Arguments a) {
   if (a.rows == 0) return;
   a.blocks_at_once = 3 * static_cast<unsigned>(multiprocessors());
   if constexpr (kda_may_be_staged<G>()) {
-    static const bool bulk = compiled_for_hopper(operation, kernel::kda_decode<Fused, true, false, Arguments>);
-    if (bulk && geometry.head_dim == kernel::kda_staged_head && geometry.conv_kernel == 4 && kda_aligned(a)) {
+    if (target(operation).bulk_copies && geometry.head_dim == kernel::kda_staged_head && geometry.conv_kernel == 4 &&
+        kda_aligned(a)) {
       const bool in_float = !a.conv_q.is_bf16 && !a.conv_k.is_bf16 && !a.conv_v.is_bf16 && !a.fused.A_log.is_bf16 &&
                             !a.fused.dt_bias.is_bf16 && !a.fused.o_norm.is_bf16;
       if (in_float) return launch_kda_decode<Fused, true, true>(operation, exec, a);

@@ -111,6 +111,7 @@ class KdaDeviceState {
   static void copy(State* to_state, const State* state, size state_count, Window* to_window, const Window* window,
                    size window_count, cudaStream_t stream) {
     constexpr const char* operation = "KdaDeviceState";
+    const detail::BesideCaptures beside;
     detail::check_cuda(operation, "cudaMemcpyAsync",
                        cudaMemcpyAsync(to_state, state, state_count * sizeof(State), cudaMemcpyDefault, stream));
     if (window_count > 0)

@@ -4,6 +4,7 @@
 #include <k3/core/overlap.hpp>
 #include <k3/core/precision.hpp>
 #include <k3/cuda/expert_table.cuh>
+#include <k3/cuda/launch.cuh>
 #include <k3/kernels/expert_general.cuh>
 #include <k3/kernels/expert_small.cuh>
 #include <k3/ops/mix_routed_experts.hpp>
@@ -82,36 +83,21 @@ class MoeDeviceWorkspace {
 
 namespace detail {
 
-/// A launch whose blocks may start before the kernel in front is done: they wait for it where they need it.
-template <class... Parameter, class... Argument>
-void launch_expert_kernel(const char* operation, const gpu& exec, void (*function)(Parameter...), dim3 grid,
-                          unsigned threads, size shared, const Argument&... argument) {
-  static const bool overlaps = [] {
-    int device = 0, major = 0;
-    check_cuda("experts", "cudaGetDevice", cudaGetDevice(&device));
-    check_cuda("experts", "cudaDeviceGetAttribute",
-               cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-    return major >= 9;
-  }();
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared;
-  config.stream = exec.stream;
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute, config.numAttrs = overlaps ? 1 : 0;
-  check_cuda(operation, "cudaLaunchKernelEx",
-             cudaLaunchKernelEx(&config, function, static_cast<Parameter>(argument)...));
-}
-
-/// Whether the streaming kernel was compiled for this device: it is empty elsewhere.
+/// Whether expert_stream can run: it is empty where it was compiled for an older target, and wants more shared memory
+/// than a block of compute capability 12.x can have.
 inline bool expert_stream_runs() {
   static const bool runs = [] {
-    cudaFuncAttributes attributes{};
-    check_cuda("experts", "cudaFuncGetAttributes", cudaFuncGetAttributes(&attributes, kernel::expert_stream<true>));
-    if (attributes.binaryVersion < 90) return false;
+    constexpr const char* operation = "mix_routed_experts";
     constexpr int shared = kernel::small_ring_bytes + kernel::small_rows_bytes;
-    check_cuda("experts", "cudaFuncSetAttribute",
+    if (!target(operation).bulk_copies) return false;
+    int device = 0, most = 0;
+    check_cuda(operation, "cudaGetDevice", cudaGetDevice(&device));
+    check_cuda(operation, "cudaDeviceGetAttribute",
+               cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+    cudaFuncAttributes own{};
+    check_cuda(operation, "cudaFuncGetAttributes", cudaFuncGetAttributes(&own, kernel::expert_stream<true>));
+    if (most < shared + static_cast<int>(own.sharedSizeBytes)) return false;
+    check_cuda(operation, "cudaFuncSetAttribute",
                cudaFuncSetAttribute(kernel::expert_stream<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
     return true;
   }();
@@ -199,14 +185,14 @@ void require_workspace(const char* operation, G g, const MoeDeviceWorkspace<P>& 
 
 /// The list of work, and where tensor cores will read them, the rows in their order.
 template <precision P, class X>
-void launch_prepare(const char* operation, const gpu& exec, const kernel::WorklistArguments& a, const X& x, bool stage,
-                    kernel::RowOrder order, const MoeDeviceWorkspace<P>& w) {
+void launch_prepare(const gpu& exec, const kernel::WorklistArguments& a, const X& x, bool stage, kernel::RowOrder order,
+                    const MoeDeviceWorkspace<P>& w) {
   const size width = x.extent(1);
   const unsigned blocks = stage ? 1 + smaller(a.rows, 1024u) : 1;
   using Activation = typename P::activation;
-  launch_expert_kernel(operation, exec, kernel::prepare_experts<Activation>, dim3(blocks), kernel::worklist_threads, 0,
-                       a, static_cast<const Activation*>(x.data), x.strides[0], width, order, w.staged.data(),
-                       w.padded(width));
+  launch("mix_routed_experts", exec.stream, dim3(blocks), dim3(kernel::worklist_threads), 0,
+         kernel::prepare_experts<Activation>, a, x.data, x.strides[0], static_cast<unsigned>(width), order,
+         w.staged.data(), w.padded(width));
 }
 
 }  // namespace detail
@@ -220,8 +206,8 @@ void launch_prepare(const char* operation, const gpu& exec, const kernel::Workli
 /// gives NaN. Throws invalid_argument on shapes and sizes that do not fit and memory that overlaps in another way,
 /// before anything is launched. Rows that chose the same expert share one reading of its weights (32 at a time); a
 /// row's bits do not depend on the others. Accuracy: float within 2e-6 of double, of the largest output; bf16 within
-/// 5e-3 (L2) of the host's bf16. Cost: 17.5 MB of MXFP4 per distinct expert of the released model; packed
-/// (repack_experts) on sm_90, two kernels up to 32 choices and three above, else four.
+/// 1e-3 (L2) of the host's bf16 (measured 4.2e-4). Cost: 17.5 MB of MXFP4 per distinct expert of the released model;
+/// packed (repack_experts) on sm_90, two kernels up to 32 choices and three above, else four.
 template <latent_moe_geometry G, device_tensor<2> Latent, device_tensor<2> Ids, device_tensor<2> Weights, precision P,
           writable_device_tensor<2> Out>
   requires(std::same_as<typename Latent::value_type, typename P::activation> &&
@@ -266,7 +252,7 @@ void mix_routed_experts(const gpu& exec, G geometry, const Latent& latent, const
   const bool small =
       streams && rows * top_k <= kernel::small_choices && rows * width * sizeof(X) <= kernel::small_rows_bytes;
   if (streams) list.most = 8;
-  if (!small) detail::launch_prepare<P>(operation, exec, list, latent, tensor, order, workspace);
+  if (!small) detail::launch_prepare<P>(exec, list, latent, tensor, order, workspace);
   if constexpr (std::same_as<X, bf16>) {
     kernel::ExpertStreamArguments stream{};
     stream.list = list, stream.latent = latent.data, stream.latent_stride = latent.strides[0];
@@ -275,9 +261,10 @@ void mix_routed_experts(const gpu& exec, G geometry, const Latent& latent, const
     stream.width = static_cast<unsigned>(width), stream.hidden = static_cast<unsigned>(geometry.expert_hidden);
     stream.glu = kernel::LinearGlu(geometry.activation);
     if (streams)
-      detail::launch_expert_kernel(operation, exec, small ? kernel::expert_stream<true> : kernel::expert_stream<false>,
-                                   dim3(static_cast<unsigned>(detail::multiprocessors())), kernel::stream_threads,
-                                   small ? kernel::small_ring_bytes + rows * width * sizeof(X) : 0, stream);
+      detail::launch("mix_routed_experts", exec.stream, dim3(static_cast<unsigned>(detail::multiprocessors())),
+                     dim3(kernel::expert_stream_threads),
+                     small ? kernel::small_ring_bytes + rows * width * sizeof(X) : 0,
+                     small ? kernel::expert_stream<true> : kernel::expert_stream<false>, stream);
   }
   if (!streams) {
     const detail::ExpertLaunch<X> launch{operation, exec, table};
@@ -286,9 +273,10 @@ void mix_routed_experts(const gpu& exec, G geometry, const Latent& latent, const
 
   const dim3 grid(static_cast<unsigned>((width + 255) / 256),
                   static_cast<unsigned>(detail::smaller(rows, size{65535})));
-  detail::launch_expert_kernel(operation, exec, kernel::combine_experts<X>, grid, 256, 0, workspace.y.data(),
-                               weights.data, weights.strides[0], list.kinds, list.rows, list.k, width, out.data,
-                               out.strides[0], workspace.ready.data(), streams ? workspace.ready.count() : 0);
+  detail::launch("mix_routed_experts", exec.stream, grid, dim3(256), 0, kernel::combine_experts<X>, workspace.y.data(),
+                 weights.data, weights.strides[0], list.kinds, list.rows, list.k, static_cast<unsigned>(width),
+                 out.data, out.strides[0], workspace.ready.data(),
+                 streams ? static_cast<unsigned>(workspace.ready.count()) : 0u);
 }
 
 /// The expert path that reads MXFP4 codes and E8M0 scales through a table of pointers, by name.

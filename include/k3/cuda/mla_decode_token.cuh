@@ -73,7 +73,7 @@ void mla_launch_absorb(const gpu& exec, const kernel::MlaProjectArguments<T, W>&
   if constexpr (std::same_as<T, bf16> && std::same_as<W, bf16>) {
     const size columns = kernel::mla_absorb_threads / 32 * kernel::mla_absorb_warp_columns;
     const dim3 grid = mla_project_grid(a.heads, (a.latent + columns - 1) / columns, a.rows, 64);
-    launch(exec.stream, grid, dim3(kernel::mla_absorb_threads), 0,
+    launch("mla_absorb_query", exec.stream, grid, dim3(kernel::mla_absorb_threads), 0,
            a.vector ? kernel::mla_absorb_tensor<true> : kernel::mla_absorb_tensor<false>, a);
   } else {
     const size columns = kernel::mla_absorb_columns, step = a.rows == 1 ? 1 : 8;  // the bits are the same
@@ -92,7 +92,7 @@ void mla_launch_expand(const gpu& exec, const kernel::MlaProjectArguments<T, W>&
     const dim3 grid = mla_project_grid(a.heads, (a.v + outputs - 1) / outputs, a.rows, step);
     const auto few = a.vector ? kernel::mla_expand_tensor<true, 1> : kernel::mla_expand_tensor<false, 1>;
     const auto many = a.vector ? kernel::mla_expand_tensor<true, 4> : kernel::mla_expand_tensor<false, 4>;
-    launch(exec.stream, grid, dim3(a.rows <= 16 ? 128 : 256), 0, a.rows <= 16 ? few : many, a);
+    launch("mla_expand_values", exec.stream, grid, dim3(a.rows <= 16 ? 128 : 256), 0, a.rows <= 16 ? few : many, a);
   } else {
     const size outputs = kernel::mla_warps * kernel::mla_expand_outputs, step = a.rows == 1 ? 1 : 8;
     const dim3 grid = mla_project_grid(a.heads, (a.v + outputs - 1) / outputs, a.rows, step);
@@ -155,7 +155,8 @@ void mla_append(const gpu& exec, G geometry, const KvA& kv_a, const AnyVector<Me
   a.norm = {kv_a_norm.data, kv_a_norm.type == ElementType::bf16};
   a.latent = static_cast<unsigned>(geometry.kv_lora_rank), a.width = static_cast<unsigned>(mla_cache_width(geometry));
   a.eps = norm_eps;
-  detail::launch(exec.stream, dim3(detail::grid_size(a.rows.count, 1)), dim3(128), 0, kernel::mla_append<X, T>, a);
+  detail::launch("mla_append", exec.stream, dim3(detail::grid_size(a.rows.count, 1)), dim3(128), 0,
+                 kernel::mla_append<X, T>, a);
 }
 
 /// The host's mla_absorb_query on the device; kv_b F32 or BF16, all in bf16 on tensor cores. Cost: W_UK, half of kv_b,

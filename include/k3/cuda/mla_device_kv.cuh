@@ -130,10 +130,12 @@ class MlaDeviceKv {
 
   template <class U>
   static void copy(U* to, const U* from, size count, cudaStream_t stream) {
+    const detail::BesideCaptures beside;
     detail::check_cuda("MlaDeviceKv", "cudaMemcpyAsync",
                        cudaMemcpyAsync(to, from, count * sizeof(U), cudaMemcpyDefault, stream));
   }
   static void wait(cudaStream_t stream) {
+    const detail::BesideCaptures beside;
     detail::check_cuda("MlaDeviceKv", "cudaStreamSynchronize", cudaStreamSynchronize(stream));
   }
 

@@ -2,44 +2,22 @@
 #pragma once
 
 #include <k3/cuda/buffer.cuh>
+#include <k3/cuda/launch.cuh>
+#include <k3/cuda/tensor_map.cuh>
 #include <k3/kernels/mla_attend_few.cuh>
 #include <k3/kernels/mla_attend_wide.cuh>
 #include <k3/kernels/mla_combine_wide.cuh>
 #include <k3/ops/mla_kv.hpp>
 
-// What the host does for mla_attend_wide and mla_attend_few: where they apply, their partial results, and the
-// descriptions of tensors that their copies take.
+// What the host does for mla_attend_wide and mla_attend_few: where they apply, and their partial results.
 namespace k3::detail {
-
-using TensorMapEncoder = decltype(&cuTensorMapEncodeTiled);
-
-/// The driver's encoder, without linking to the driver; null where there is none.
-inline TensorMapEncoder tensor_map_encoder() {
-  static const TensorMapEncoder found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    const cudaError_t code =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-    static_cast<void>(cudaGetLastError());
-    return code == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<TensorMapEncoder>(function)
-                                                                        : nullptr;
-  }();
-  return found;
-}
 
 /// bf16 [planes, rows, columns] with `row_stride` and `plane_stride` elements, in boxes of 64 columns and `box` rows.
 inline CUtensorMap mla_tensor_map(const bf16* data, size planes, size rows, size columns, size plane_stride,
                                   size row_stride, unsigned box) {
-  CUtensorMap map;
-  const cuuint64_t extents[3] = {columns, rows, planes};
-  const cuuint64_t strides[2] = {row_stride * sizeof(bf16), plane_stride * sizeof(bf16)};
-  const cuuint32_t boxes[3] = {kernel::mla_piece_columns, box, 1}, steps[3] = {1, 1, 1};
-  const CUresult code =
-      tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<bf16*>(data), extents, strides, boxes,
-                           steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  require(code == CUDA_SUCCESS, "mla_attend", "the tensor map's code", static_cast<int>(code), "0");
-  return map;
+  static_assert(kernel::mla_piece_columns == 64);
+  return tensor_map<3>("mla_attend", data, {columns, rows, planes}, {row_stride, plane_stride}, box,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 
 /// Copies of a tile's piece: a page may be shorter than a tile. 0 where tiles cannot be copied.
@@ -59,9 +37,7 @@ class MlaWideWorkspace {
     constexpr const char* operation = "MlaDeviceWorkspace";
     if (heads <= 16 || latent != kernel::mla_wide_latent || width != kernel::mla_wide_width) return;
     if (tensor_map_encoder() == nullptr) return;
-    cudaFuncAttributes attributes{};
-    check_cuda(operation, "cudaFuncGetAttributes", cudaFuncGetAttributes(&attributes, kernel::mla_wide_probe<32>));
-    if (attributes.sharedSizeBytes == 0) return;  // not built for sm_90a
+    if (!target(operation).warpgroup_products) return;
     int device = 0, count = 0;
     check_cuda(operation, "cudaGetDevice", cudaGetDevice(&device));
     check_cuda(operation, "cudaDeviceGetAttribute",
@@ -79,6 +55,7 @@ class MlaWideWorkspace {
     part_ = DeviceBuffer<float>(stats_.count() * latent / 2, false);
     exponents_ = DeviceBuffer<unsigned char>(stats_.count() * latent / 8, false);
     segments_ = DeviceBuffer<uint2>(smaller(max_rows, size{kernel::mla_wide_rows}));
+    if (heads > kernel::mla_few_heads && groups == 1 && blocks_ % 2 == 0) cluster_ = paired(blocks_) ? 2 : 1;
   }
 
   explicit operator bool() const { return blocks_ != 0; }
@@ -88,6 +65,8 @@ class MlaWideWorkspace {
   size parts() const { return stats_.count() / 2; }
   size bytes() const { return part_.bytes() + exponents_.bytes() + stats_.bytes() + segments_.bytes(); }
   unsigned blocks() const { return blocks_; }
+  /// Blocks of mla_attend_few to a cluster.
+  unsigned cluster() const { return cluster_; }
   /// Of one launch, for a cache of this capacity.
   size rows(bool independent, size capacity) const {
     const auto tiles = static_cast<unsigned>((capacity + kernel::mla_tile - 1) / kernel::mla_tile);
@@ -106,7 +85,24 @@ class MlaWideWorkspace {
   }
 
  private:
-  unsigned blocks_ = 0;
+  /// Whether all blocks of mla_attend_few are there at a time in clusters of two. The two, with the same tiles, then
+  /// share a TPC, whose reads of the same lines are joined on their way to the L2 cache.
+  static bool paired(unsigned blocks) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = 2;
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks), config.blockDim = dim3(kernel::mla_few_threads);
+    config.dynamicSmemBytes = sizeof(kernel::MlaFewShared);
+    config.attrs = &attribute, config.numAttrs = 1;
+    int clusters = 0;
+    check_cuda("MlaDeviceWorkspace", "cudaOccupancyMaxActiveClusters",
+               cudaOccupancyMaxActiveClusters(&clusters, kernel::mla_attend_few, &config));
+    return 2 * static_cast<unsigned>(clusters) >= blocks;
+  }
+
+  unsigned blocks_ = 0, cluster_ = 1;
   size places_ = 0;
   DeviceBuffer<float> part_{};
   DeviceBuffer<unsigned char> exponents_{};
@@ -114,22 +110,9 @@ class MlaWideWorkspace {
   DeviceBuffer<uint2> segments_{};
 };
 
-/// A launch that may start while the kernel before it ends: the kernel itself waits for it.
-template <class... Parameter, class... Argument>
-void mla_launch_after(const gpu& exec, void (*function)(Parameter...), dim3 grid, unsigned threads, size shared,
-                      const Argument&... argument) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared, config.stream = exec.stream;
-  config.attrs = &attribute, config.numAttrs = 1;
-  check_cuda("mla_attend", "cudaLaunchKernelEx",
-             cudaLaunchKernelEx(&config, function, static_cast<Parameter>(argument)...));
-}
-
-/// Up to so many rows mla_attend_few is faster, above them mla_attend_wide; a row's bits are the same.
-constexpr unsigned mla_few_rows(bool independent) { return independent ? 8 : 64; }
+/// Up to so many rows were measured: mla_attend_few is faster than mla_attend_wide, which takes more. A row's bits are
+/// the same.
+inline constexpr unsigned mla_few_rows = 128;
 
 /// Rows of at most MlaWideWorkspace::rows.
 inline void mla_launch_wide(const gpu& exec, const MlaWideWorkspace& workspace,
@@ -140,20 +123,24 @@ inline void mla_launch_wide(const gpu& exec, const MlaWideWorkspace& workspace,
                                             cache.row_stride, kernel::mla_tile / boxes);
   const kernel::MlaWideArguments w = workspace.arguments(a, exec.independent, boxes);
   const unsigned rows = static_cast<unsigned>(a.rows.count), pieces = (a.heads + 7) / 8 * 4 * rows;
-  if (rows <= mla_few_rows(exec.independent))
-    mla_launch_after(exec, kernel::mla_attend_few, dim3(workspace.blocks()), kernel::mla_few_threads,
-                     sizeof(kernel::MlaFewShared), w, q_map, kv_map);
-  else
-    mla_launch_after(exec, kernel::mla_attend_wide, dim3(workspace.blocks()), kernel::mla_wide_threads,
-                     sizeof(kernel::MlaWideShared<96>), w, q_map, kv_map);
-  // Few rows have many parts each, many rows few.
+  constexpr const char* operation = "mla_attend";
   const unsigned most = workspace.blocks();
-  if (rows <= 2)
-    mla_launch_after(exec, kernel::mla_combine_wide<32, 8>, dim3(smaller(4 * pieces, 3 * most)), 256, 0, w);
-  else if (rows <= 8)
-    mla_launch_after(exec, kernel::mla_combine_wide<128, 2>, dim3(smaller(pieces, 3 * most)), 256, 0, w);
+  if (rows <= mla_few_rows)
+    launch_clusters(operation, exec.stream, workspace.cluster(), dim3(most), dim3(kernel::mla_few_threads),
+                    sizeof(kernel::MlaFewShared), kernel::mla_attend_few, w, q_map, kv_map);
   else
-    mla_launch_after(exec, kernel::mla_combine_wide<128, 1>, dim3(smaller(pieces, 6 * most)), 128, 0, w);
+    launch(operation, exec.stream, dim3(most), dim3(kernel::mla_wide_threads), sizeof(kernel::MlaWideShared<96>),
+           kernel::mla_attend_wide, w, q_map, kv_map);
+  // Few rows have many parts each, many rows few.
+  const auto join = [&](auto* combine, unsigned blocks, unsigned threads) {
+    launch(operation, exec.stream, dim3(blocks), dim3(threads), 0, combine, w);
+  };
+  if (rows <= 2)
+    join(kernel::mla_combine_wide<32, 8>, smaller(4 * pieces, 3 * most), 256);
+  else if (rows <= 8)
+    join(kernel::mla_combine_wide<128, 2>, smaller(pieces, 3 * most), 256);
+  else
+    join(kernel::mla_combine_wide<128, 1>, smaller(pieces, 6 * most), 128);
 }
 
 }  // namespace k3::detail

@@ -17,7 +17,8 @@ class PinnedBuffer {
  public:
   explicit PinnedBuffer(size count) {
     const size bytes = detail::checked_product("PinnedBuffer", "count", count ? count : 1, sizeof(T));
-    detail::check_cuda("PinnedBuffer", "cudaMallocHost", cudaMallocHost(reinterpret_cast<void**>(&data_), bytes));
+    const cudaError_t code = cudaMallocHost(reinterpret_cast<void**>(&data_), bytes);
+    detail::check_cuda("PinnedBuffer", ("cudaMallocHost of " + std::to_string(bytes) + " bytes").c_str(), code);
   }
   PinnedBuffer(const PinnedBuffer&) = delete;
   PinnedBuffer& operator=(const PinnedBuffer&) = delete;

@@ -77,8 +77,16 @@ void check_projection(const char* operation, const DeviceView<const X, 2>& x, co
   require_disjoint(operation, "out", out, "up_proj", p.up);
 }
 
-/// Which kernel a product is for. It depends on types, on addresses and on K, never on the number of tokens.
-enum class LinearPath : unsigned char { tensor, tensor_unaligned, general_f32, general_bf16 };
+/// Which kernel a product is for. It depends on types, on addresses and on the matrix, never on the number of tokens.
+/// `whole`: K is one piece.
+enum class LinearPath : unsigned char {
+  tensor,
+  tensor_unaligned,
+  tensor_whole,
+  tensor_whole_unaligned,
+  general_f32,
+  general_bf16
+};
 
 template <class X>
 LinearPath linear_path(const DeviceView<const X, 2>& x, const Projection& p) {
@@ -89,6 +97,8 @@ LinearPath linear_path(const DeviceView<const X, 2>& x, const Projection& p) {
     const auto aligned = [](const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; };
     const bool fits = aligned(x.data) && aligned(p.weight.data) && aligned(p.up.data) && x.strides[0] % 8 == 0 &&
                       x.extents[1] % 8 == 0;
+    if (x.extents[1] < kernel::linear_split_columns || p.columns >= kernel::linear_whole_rows)
+      return fits ? LinearPath::tensor_whole : LinearPath::tensor_whole_unaligned;
     return fits ? LinearPath::tensor : LinearPath::tensor_unaligned;
   }
 }
@@ -109,7 +119,7 @@ inline void launch_tensor(const gpu& exec, const char* operation, kernel::Linear
   if (aligned && a.columns > 0 && a.x_stride >= a.columns && stream_available())
     return launch_stream(exec, operation, a, segments);
   const bool few = a.tokens <= 8;
-  if (a.columns < kernel::linear_split_columns) {
+  if (a.whole) {
     if (!aligned) return launch_linear(exec, operation, kernel::linear_tensor<1, 1, false>, a, 8, 8);
     if (few) return launch_linear(exec, operation, kernel::linear_tensor<1, 1, true>, a, 8, 8);
     return launch_linear(exec, operation, kernel::linear_tensor<1, 4, true>, a, 8, 32);
@@ -138,8 +148,9 @@ void run_projections(const gpu& exec, const char* operation, const DeviceView<co
     }
   if (x.extents[0] == 0) return;
   for (const LinearPath path :
-       {LinearPath::tensor, LinearPath::tensor_unaligned, LinearPath::general_f32, LinearPath::general_bf16}) {
-    const bool tensor = path == LinearPath::tensor || path == LinearPath::tensor_unaligned;
+       {LinearPath::tensor, LinearPath::tensor_unaligned, LinearPath::tensor_whole, LinearPath::tensor_whole_unaligned,
+        LinearPath::general_f32, LinearPath::general_bf16}) {
+    const bool tensor = path < LinearPath::general_f32;
     kernel::LinearArguments<X> a;
     a.x = x.data, a.x_stride = x.strides[0];
     a.tokens = static_cast<unsigned>(x.extents[0]), a.columns = static_cast<unsigned>(x.extents[1]);
@@ -160,8 +171,10 @@ void run_projections(const gpu& exec, const char* operation, const DeviceView<co
       s.end = a.units;
     }
     if (segments == 0) continue;
+    a.whole = path == LinearPath::tensor_whole || path == LinearPath::tensor_whole_unaligned;
     if constexpr (std::same_as<X, bf16>) {
-      if (tensor) launch_tensor(exec, operation, a, segments, path == LinearPath::tensor);
+      if (tensor)
+        launch_tensor(exec, operation, a, segments, path == LinearPath::tensor || path == LinearPath::tensor_whole);
     } else if (path == LinearPath::general_bf16) {
       launch_linear(exec, operation, kernel::linear_general<X, bf16>, a, kernel::linear_warps,
                     kernel::linear_general_tokens);

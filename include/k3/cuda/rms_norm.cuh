@@ -11,14 +11,6 @@ namespace k3 {
 
 namespace detail {
 
-/// Whether a kernel was compiled for, and so runs on, a device with clusters and bulk copies.
-template <class Kernel>
-bool compiled_for_hopper(const char* operation, Kernel* kernel) {
-  cudaFuncAttributes attributes{};
-  check_cuda(operation, "cudaFuncGetAttributes", cudaFuncGetAttributes(&attributes, kernel));
-  return attributes.ptxVersion >= 90;
-}
-
 /// Whether rows of `view` can be read 16 bytes at a time.
 template <class T, size Rank>
 bool rows_aligned(const DeviceView<T, Rank>& view) {
@@ -42,9 +34,11 @@ void with_device_weight(const char* operation, const char* argument, const Weigh
 template <class X, class W, class Out>
 void launch_rms_norm(const gpu& exec, kernel::RmsNormArguments<X, W, Out>& a) {
   if (a.count <= kernel::rms_norm_warp_count)
-    launch(exec.stream, dim3(grid_size(a.rows, 8)), dim3(256), 0, kernel::rms_norm<256, 32, 4, X, W, Out>, a);
+    launch("rms_norm", exec.stream, dim3(grid_size(a.rows, 8)), dim3(256), 0, kernel::rms_norm<256, 32, 4, X, W, Out>,
+           a);
   else
-    launch(exec.stream, dim3(grid_size(a.rows, 1)), dim3(512), 0, kernel::rms_norm<512, 512, 2, X, W, Out>, a);
+    launch("rms_norm", exec.stream, dim3(grid_size(a.rows, 1)), dim3(512), 0, kernel::rms_norm<512, 512, 2, X, W, Out>,
+           a);
 }
 
 }  // namespace detail

@@ -63,7 +63,8 @@ void sigmoid_topk(const gpu& exec, const Logits& logits, const AnyVector<MemoryS
                         : experts <= 4 * kernel::router_threads ? kernel::sigmoid_topk_tournament<4>
                                                                 : kernel::sigmoid_topk_tournament<16>;
   a.early = logits_older;
-  detail::launch(exec.stream, dim3(detail::grid_size(rows, 1)), dim3(kernel::router_threads), 0, function, a);
+  detail::launch(operation, exec.stream, dim3(detail::grid_size(rows, 1)), dim3(kernel::router_threads), 0, function,
+                 a);
 }
 
 /// As above for a bias whose type is known.

@@ -7,7 +7,8 @@
 
 namespace k3 {
 
-/// A stream of its own that does not wait for the default stream. Moves, does not copy.
+/// A stream of its own that does not wait for the default stream. Moves, does not copy. Using one that was moved from
+/// throws invalid_argument: CUDA would take it for the default stream.
 class DeviceStream {
  public:
   DeviceStream() {
@@ -22,17 +23,20 @@ class DeviceStream {
     if (stream_) detail::ignore_cuda(cudaStreamDestroy(stream_));
   }
 
-  operator cudaStream_t() const { return stream_; }
+  operator cudaStream_t() const {
+    detail::require(stream_ != nullptr, "DeviceStream", "the stream", "moved from", "one that was not");
+    return stream_;
+  }
 
   /// Waits until all that was put on the stream is done; throws what of it failed.
   void finish() const {
     const detail::BesideCaptures beside;
-    detail::check_cuda("DeviceStream", "cudaStreamSynchronize", cudaStreamSynchronize(stream_));
+    detail::check_cuda("DeviceStream", "cudaStreamSynchronize", cudaStreamSynchronize(*this));
   }
   /// As finish, behind another error.
   void finish_quietly() const noexcept {
     const detail::BesideCaptures beside;
-    detail::ignore_cuda(cudaStreamSynchronize(stream_));
+    if (stream_) detail::ignore_cuda(cudaStreamSynchronize(stream_));
   }
 
  private:

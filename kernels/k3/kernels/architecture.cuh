@@ -3,7 +3,7 @@
 
 // What the target of this compilation has, asked with `if constexpr`: no other file asks for the target. All false
 // where the host is compiled. A kernel whose target lacks what it is built on compiles all the same, and is not
-// launched: launches ask the loaded kernel what it was compiled for.
+// launched: k3::detail::target() tells the host what the kernels were compiled for.
 namespace k3::kernel::architecture {
 
 /// The target's compute capability, 900 for 9.0; 0 on the host.
@@ -27,4 +27,17 @@ inline constexpr bool warpgroup_products = true;
 inline constexpr bool warpgroup_products = false;
 #endif
 
+/// All of these as a number of threads, 32 where there is none: what `target_probe` allows.
+inline constexpr unsigned probe_threads = 32 * (1 + (overlapping_launches ? 1 : 0) + (bulk_copies ? 2 : 0) +
+                                                (clusters ? 4 : 0) + (warpgroup_products ? 8 : 0));
+
 }  // namespace k3::kernel::architecture
+
+namespace k3::kernel {
+
+/// Never launched: the host reads off its attributes what the program was compiled for. A template, as what is defined
+/// in headers must be.
+template <class = void>
+__global__ void __launch_bounds__(architecture::probe_threads) target_probe() {}
+
+}  // namespace k3::kernel

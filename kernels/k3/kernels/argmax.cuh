@@ -15,19 +15,6 @@ inline constexpr size argmax_share = 4096;  ///< a block has a multiple of so ma
 inline constexpr unsigned argmax_most_blocks = 64;  ///< of a row
 inline constexpr unsigned long long argmax_nan = ~0ull;
 
-__device__ __forceinline__ unsigned long long argmax_key(float value, unsigned index) {
-  if (value != value) return argmax_nan;
-  const unsigned bits = value == 0 ? 0u : __float_as_uint(value);  // -0 ties with 0
-  const unsigned order = bits >> 31 ? ~bits : bits | 0x80000000u;
-  return static_cast<unsigned long long>(order) << 32 | static_cast<unsigned>(~index);
-}
-
-struct ArgmaxMaximum {
-  __device__ __forceinline__ unsigned long long operator()(unsigned long long a, unsigned long long b) const {
-    return a > b ? a : b;
-  }
-};
-
 struct ArgmaxArguments {
   const float* logits;  // [rows, count]
   size stride, rows;
@@ -55,7 +42,7 @@ struct ArgmaxBest {
     add(__uint_as_float(v.z), at + 2), add(__uint_as_float(v.w), at + 3);
   }
   __device__ __forceinline__ unsigned long long key() const {
-    return nan ? argmax_nan : any ? argmax_key(value, index) : 0;
+    return nan ? argmax_nan : any ? order_key(value, index) : 0;
   }
 };
 
@@ -100,7 +87,7 @@ __global__ void __launch_bounds__(Threads) argmax(ArgmaxArguments a) {
     const unsigned first = static_cast<unsigned>(item % a.blocks) * a.share;
     const unsigned end = detail::smaller(a.count, first + a.share);
     unsigned long long best = argmax_scan<Threads>(a.logits + row * a.stride, first, end, a.vector);
-    best = Reduce(scratch).Reduce(best, ArgmaxMaximum{});
+    best = Reduce(scratch).Reduce(best, LargerKey{});
     if (threadIdx.x == 0) {
       a.keys[item] = best;
       __threadfence();
@@ -112,7 +99,7 @@ __global__ void __launch_bounds__(Threads) argmax(ArgmaxArguments a) {
     if (!mine) continue;
     __threadfence();
     best = threadIdx.x < a.blocks ? __ldcg(a.keys + row * a.blocks + threadIdx.x) : 0;
-    best = Reduce(scratch).Reduce(best, ArgmaxMaximum{});
+    best = Reduce(scratch).Reduce(best, LargerKey{});
     if (threadIdx.x == 0) {
       const bool nan = best == argmax_nan;
       a.ids[row] = nan ? id{-1} : static_cast<id>(~static_cast<unsigned>(best));

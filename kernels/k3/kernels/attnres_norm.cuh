@@ -102,7 +102,7 @@ struct AttnResShared {
   float squares[attnres_most_pieces];  // of the mixture
   alignas(16) float probs[(attnres_kept + 3) / 4 * 4];
   alignas(16) float4 weight[2][Threads];
-  unsigned long long scores_arrived, squares_arrived;
+  async::Barrier scores_arrived, squares_arrived;
 };
 
 /// A row has one cluster of `Blocks` blocks; a warp sums a piece of 256 elements, and pieces are joined in one order:
@@ -128,9 +128,10 @@ struct AttnResRow {
     running = a.running + row * a.running_stride + at;
     if constexpr (Blocks > 1) {
       if (threadIdx.x == 0) {
-        async::prepare(&shared.scores_arrived), async::prepare(&shared.squares_arrived);
-        async::expect(&shared.scores_arrived, pieces * 2 * attnres_kept * sizeof(float));
-        async::expect(&shared.squares_arrived, pieces * sizeof(float));
+        async::init(shared.scores_arrived, 1), async::init(shared.squares_arrived, 1);
+        async::init_fence();
+        async::arrive_expecting(shared.scores_arrived, pieces * 2 * attnres_kept * sizeof(float));
+        async::arrive_expecting(shared.squares_arrived, pieces * sizeof(float));
       }
       async::cluster_arrive();
     }
@@ -216,7 +217,7 @@ struct AttnResRow {
       *to = mine.sum;
     } else {
 #pragma unroll
-      for (unsigned rank = 0; rank < Blocks; ++rank) async::send(to, rank, mine.sum, &shared.scores_arrived);
+      for (unsigned rank = 0; rank < Blocks; ++rank) async::send(to, rank, mine.sum, shared.scores_arrived);
     }
   }
   __device__ __forceinline__ float join_pieces(const float* parts) const {
@@ -277,14 +278,14 @@ struct AttnResRow {
     if constexpr (Blocks == 1)
       shared.squares[piece] = squares;
     else
-      async::send(&shared.squares[piece], lane, squares, &shared.squares_arrived);
+      async::send(&shared.squares[piece], lane, squares, shared.squares_arrived);
   }
   __device__ __forceinline__ float scale() const {
     const unsigned lane = threadIdx.x % 32;
     return rms_scale(warp_sum(lane < pieces ? shared.squares[lane] : 0.0f), a.hidden, a.norm_eps);
   }
   /// What all warps of the row have written is there.
-  static __device__ __forceinline__ void wait_for_all(unsigned long long* arrived) {
+  static __device__ __forceinline__ void wait_for_all(async::Barrier& arrived) {
     if constexpr (Blocks > 1)
       async::wait(arrived, 0);
     else
@@ -310,13 +311,13 @@ __global__ void __launch_bounds__(attnres_threads<Blocks, T>(), Blocks == 1 ? 1 
   row.use_weights(weights);
   if constexpr (Blocks > 1) async::cluster_wait();  // all blocks have started, their memory is there
   row.sum_scores(source, weights.u);
-  if (Blocks == 1 || threadIdx.x < 32) row.wait_for_all(&shared.scores_arrived);
+  if (Blocks == 1 || threadIdx.x < 32) row.wait_for_all(shared.scores_arrived);
   if (threadIdx.x < 32) row.weigh_sources();
   __syncthreads();
   float mixed[8];
   row.mix(source, mixed);
   row.sum_squares(mixed);
-  row.wait_for_all(&shared.squares_arrived);
+  row.wait_for_all(shared.squares_arrived);
   const float scale = row.scale();
   const float4 low = shared.weight[0][threadIdx.x], high = shared.weight[1][threadIdx.x];
   const float factor[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};

@@ -56,22 +56,6 @@ struct GeneralWeights<PackedE2m1> {
   }
 };
 
-/// sum[j] = w . x[j] by FMA: lane l takes k = l, l + 32, ..., then a butterfly.
-template <class Weights, class X>
-__device__ __forceinline__ void expert_dot(float (&sum)[expert_general_tokens], const Weights& w,
-                                           const X* const (&x)[expert_general_tokens], unsigned columns) {
-#pragma unroll
-  for (float& s : sum) s = 0;
-#pragma unroll 4
-  for (unsigned k = threadIdx.x % 32; k < columns; k += 32) {
-    const float weight = w(k);
-#pragma unroll
-    for (unsigned j = 0; j < expert_general_tokens; ++j) sum[j] = fmaf(weight, linear_value(x[j] + k), sum[j]);
-  }
-#pragma unroll
-  for (float& s : sum) s = warp_sum(s);
-}
-
 /// A warp has one row of weights and four rows of x at a time.
 template <class X, class W, bool Glu>
 __global__ void __launch_bounds__(expert_general_threads)
@@ -90,8 +74,8 @@ __global__ void __launch_bounds__(expert_general_threads)
         x[j] = a.template input<Glu>(item, detail::smaller(token + j, item.count - 1));
       float value[expert_general_tokens], up[expert_general_tokens] = {};
       const GeneralWeights<W> first(Glu ? e.w1 : e.w2, Glu ? e.scale1 : e.scale2, row, a.columns);
-      expert_dot(value, first, x, a.columns);
-      if constexpr (Glu) expert_dot(up, GeneralWeights<W>(e.w3, e.scale3, row, a.columns), x, a.columns);
+      general_dot(value, first, x, a.columns);
+      if constexpr (Glu) general_dot(up, GeneralWeights<W>(e.w3, e.scale3, row, a.columns), x, a.columns);
       if (threadIdx.x % 32 != 0) continue;
 #pragma unroll
       for (unsigned j = 0; j < expert_general_tokens; ++j)

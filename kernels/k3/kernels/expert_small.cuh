@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
+#include <k3/kernels/async.cuh>
 #include <k3/kernels/expert_stream.cuh>
 
 // Both products of up to small_choices choices, which no kernel before lists. As in expert_stream.cuh a warp does a
@@ -12,7 +13,7 @@ namespace k3::kernel {
 inline constexpr unsigned small_slots = 2;  ///< chunks of a warp
 inline constexpr unsigned small_slot_bytes = 2 * (piece_code_bytes + piece_scale_bytes);
 inline constexpr unsigned small_rows_bytes = 32 * 1024;  ///< most that the rows may take
-inline constexpr unsigned small_ring_bytes = stream_warps * small_slots * (small_slot_bytes + 8);
+inline constexpr unsigned small_ring_bytes = expert_stream_warps * small_slots * (small_slot_bytes + 8);
 
 /// A warp's slots, filled in order of its units' chunks. All lanes call; one copies.
 struct SmallRing {
@@ -23,18 +24,20 @@ struct SmallRing {
   bool ahead = false;             ///< the unit being fetched is the next one
 
   __device__ explicit SmallRing(void* memory) {
-    const unsigned first = expert_shared_address(memory), warp = threadIdx.x / 32;
+    const unsigned first = async::shared_address(memory), warp = threadIdx.x / 32;
     slots = first + warp * (small_slots * small_slot_bytes);
-    barriers = first + stream_warps * (small_slots * small_slot_bytes) + warp * (small_slots * 8);
-    if (threadIdx.x % 32 == 0)
-      for (unsigned i = 0; i < small_slots; ++i) expert_prepare(barriers + i * 8);
+    barriers = first + expert_stream_warps * (small_slots * small_slot_bytes) + warp * (small_slots * 8);
+    if (threadIdx.x % 32 == 0) {
+      for (unsigned i = 0; i < small_slots; ++i) async::init(barriers + i * 8, 1);
+      async::init_fence();
+    }
     __syncwarp();
   }
-  __device__ __forceinline__ void begin(const StreamUnit& u, unsigned chunks) {
+  __device__ __forceinline__ void begin(const ExpertStreamUnit& u, unsigned chunks) {
     low = u.low, high = u.high, low_scale = u.low_scale, high_scale = u.high_scale, left = chunks;
   }
   /// Fetches what there is room for, of `next` too once it is known where that is.
-  __device__ __forceinline__ void fill(const StreamUnit& next, unsigned chunks_of_next, bool known) {
+  __device__ __forceinline__ void fill(const ExpertStreamUnit& next, unsigned chunks_of_next, bool known) {
     while (flying < small_slots) {
       if (left == 0) {
         if (ahead || !known || !next.exists) return;
@@ -44,13 +47,13 @@ struct SmallRing {
     }
   }
   __device__ __forceinline__ void fetch() {
-    if (expert_elected()) {
+    if (async::elected()) {
       const unsigned to = slots + fetch_slot * small_slot_bytes, barrier = barriers + fetch_slot * 8;
-      expert_expect(barrier, small_slot_bytes);
-      expert_copy(to, low, piece_code_bytes, barrier);
-      expert_copy(to + piece_code_bytes, high, piece_code_bytes, barrier);
-      expert_copy(to + 2 * piece_code_bytes, low_scale, piece_scale_bytes, barrier);
-      expert_copy(to + 2 * piece_code_bytes + piece_scale_bytes, high_scale, piece_scale_bytes, barrier);
+      async::arrive_expecting(barrier, small_slot_bytes);
+      async::copy(to, low, piece_code_bytes, barrier);
+      async::copy(to + piece_code_bytes, high, piece_code_bytes, barrier);
+      async::copy(to + 2 * piece_code_bytes, low_scale, piece_scale_bytes, barrier);
+      async::copy(to + 2 * piece_code_bytes + piece_scale_bytes, high_scale, piece_scale_bytes, barrier);
     }
     low += piece_code_bytes, high += piece_code_bytes;
     low_scale += piece_scale_bytes, high_scale += piece_scale_bytes;
@@ -59,7 +62,7 @@ struct SmallRing {
   }
   /// Waits for the chunk in front; gives its address.
   __device__ __forceinline__ unsigned wait() const {
-    expert_await(barriers + slot * 8, phase);
+    async::wait(barriers + slot * 8, phase);
     return slots + slot * small_slot_bytes;
   }
   /// All lanes have read it.
@@ -70,30 +73,44 @@ struct SmallRing {
   }
 };
 
+__device__ __forceinline__ uint4 shared_piece(unsigned at) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(at)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ unsigned shared_word(unsigned at) {
+  unsigned v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+  return v;
+}
 /// sum += the chunk at `at` times x. Returns its scales, or-ed.
 __device__ __forceinline__ unsigned small_chunk(float (&sum)[2][4], unsigned at, const bf16* x) {
   const unsigned lane = threadIdx.x % 32, scales = at + 2 * piece_code_bytes + lane * 4;
-  const unsigned low_scales = expert_shared_word(scales), high_scales = expert_shared_word(scales + piece_scale_bytes);
+  const unsigned low_scales = shared_word(scales), high_scales = shared_word(scales + piece_scale_bytes);
   at += lane * 16;
 #pragma unroll
-  for (unsigned step = 0; step < stream_steps; ++step) {
-    const uint4 low = expert_shared_piece(at + step * 512);
-    const uint4 high = expert_shared_piece(at + piece_code_bytes + step * 512);
-    stream_step<false>(sum, low, high, scale_byte(low_scales, step), scale_byte(high_scales, step), x + step * 128);
+  for (unsigned step = 0; step < expert_stream_steps; ++step) {
+    const uint4 low = shared_piece(at + step * 512);
+    const uint4 high = shared_piece(at + piece_code_bytes + step * 512);
+    expert_stream_step<false>(sum, low, high, scale_byte(low_scales, step), scale_byte(high_scales, step),
+                              x + step * 128);
   }
   return low_scales | high_scales;
 }
 
-struct SmallWorker : StreamWorker {
-  using StreamWorker::StreamWorker;
+struct SmallWorker : ExpertStreamWorker {
+  using ExpertStreamWorker::ExpertStreamWorker;
 
   __device__ __forceinline__ unsigned number(unsigned round) const {
-    const unsigned n = (round * stream_warps + threadIdx.x / 32) * gridDim.x + blockIdx.x;
-    return n < total ? n : stream_none;
+    const unsigned n = (round * expert_stream_warps + threadIdx.x / 32) * gridDim.x + blockIdx.x;
+    return n < total ? n : expert_stream_none;
   }
 
   __device__ __forceinline__ void run(void* memory) {
-    StreamUnit unit, next;
+    ExpertStreamUnit unit, next;
     SmallRing ring(memory);
     find(unit, number(0));
     if (!unit.exists) return;
@@ -129,10 +146,11 @@ struct SmallWorker : StreamWorker {
 /// Small: up to small_choices choices; no kernel before lists them. Dynamic shared memory: the slots, and the rows,
 /// [rows, width].
 template <bool Small>
-__global__ void __launch_bounds__(stream_threads, 1) expert_stream(const __grid_constant__ ExpertStreamArguments a) {
-  if constexpr (expert_async) {
-    expert_wait_before();
-    expert_start_next();
+__global__ void __launch_bounds__(expert_stream_threads, 1)
+    expert_stream(const __grid_constant__ ExpertStreamArguments a) {
+  if constexpr (architecture::bulk_copies) {
+    wait_for_earlier();
+    let_later_start();
     if constexpr (Small) {
       __shared__ ExpertItem items[small_choices];
       __shared__ unsigned order[small_choices], count;
@@ -147,17 +165,17 @@ __global__ void __launch_bounds__(stream_threads, 1) expert_stream(const __grid_
         for (unsigned row = 0; row < a.list.rows; ++row) {
           if (a.list.slots != nullptr && a.list.slots[row] < 0) continue;
           stage_row(rows + row * a.width, a.latent + row * a.latent_stride, a.width, a.width, RowOrder::e2m1,
-                    threadIdx.x - 32, stream_threads - 32);
+                    threadIdx.x - 32, expert_stream_threads - 32);
         }
       }
       __syncthreads();
       if (blockIdx.x == 0 && threadIdx.x < count) a.list.items[threadIdx.x] = items[threadIdx.x];
       if (blockIdx.x == 0 && threadIdx.x == 0) *a.list.item_count = count;
-      const StreamWork work{items, order, rows, count};
+      const ExpertStreamWork work{items, order, rows, count};
       SmallWorker(a, work).run(small_memory);
     } else {
-      const StreamWork work{a.list.items, a.list.order, a.x, *a.list.item_count};
-      StreamWorker(a, work).run();
+      const ExpertStreamWork work{a.list.items, a.list.order, a.x, *a.list.item_count};
+      ExpertStreamWorker(a, work).run();
     }
   }
 }

@@ -11,10 +11,22 @@
 // through expert_small.cuh, which has the kernel.
 namespace k3::kernel {
 
-inline constexpr unsigned stream_warps = 16, stream_threads = 32 * stream_warps;
-inline constexpr unsigned stream_steps = piece_columns / 128;  ///< of 128 columns in a chunk, which is a piece
-inline constexpr unsigned small_choices = 32;                  ///< up to so many, expert_small.cuh does it
-inline constexpr unsigned stream_none = ~0u;
+/// Between this thread's stores, with those it knows of, and its counting them.
+__device__ __forceinline__ void expert_fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+__device__ __forceinline__ void expert_count(unsigned* counter, unsigned more) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(more) : "memory");
+}
+/// A counter's value; what happened before it got there, by whoever counts behind a fence, can be read from here on.
+__device__ __forceinline__ unsigned expert_acquire(const unsigned* counter) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
+inline constexpr unsigned expert_stream_warps = 16, expert_stream_threads = 32 * expert_stream_warps;
+inline constexpr unsigned expert_stream_steps = piece_columns / 128;  ///< of 128 columns in a chunk, which is a piece
+inline constexpr unsigned small_choices = 32;                         ///< up to so many, expert_small.cuh does it
+inline constexpr unsigned expert_stream_none = ~0u;
 
 struct ExpertStreamArguments {
   WorklistArguments list{};      ///< small: as for build_small_worklist; otherwise items, item_count and order are read
@@ -30,14 +42,14 @@ struct ExpertStreamArguments {
 };
 
 /// What a block reads work from: global memory, or in a small call the block's own.
-struct StreamWork {
+struct ExpertStreamWork {
   const ExpertItem* items;
   const unsigned* order;
   const bf16* x;
   unsigned item_count;
 };
 
-struct StreamUnit {
+struct ExpertStreamUnit {
   const std::uint8_t *low, *high, *low_scale, *high_scale;  ///< from the first column on, for this lane
   unsigned head, parts;                                     ///< the expert's first item, and how many it has
   unsigned row, first, count;  ///< first row of weights, choices; before `settle` the number of the unit, ...
@@ -52,8 +64,8 @@ __device__ __forceinline__ unsigned scale_byte(unsigned word, unsigned step) {
 /// sum += 128 columns of 16 rows times x, each word's first product into one sum and its second into the other.
 /// `Large`: a scale may be above 128.
 template <bool Large>
-__device__ __forceinline__ void stream_step(float (&sum)[2][4], const uint4& low, const uint4& high, unsigned low_scale,
-                                            unsigned high_scale, const bf16* x) {
+__device__ __forceinline__ void expert_stream_step(float (&sum)[2][4], const uint4& low, const uint4& high,
+                                                   unsigned low_scale, unsigned high_scale, const bf16* x) {
   uint4 v[4];
 #pragma unroll
   for (unsigned q = 0; q < 4; ++q) v[q] = *reinterpret_cast<const uint4*>(x + q * 32);
@@ -73,14 +85,14 @@ __device__ __forceinline__ void stream_step(float (&sum)[2][4], const uint4& low
   }
 }
 
-struct StreamWorker {
+struct ExpertStreamWorker {
   const ExpertStreamArguments& a;
-  const StreamWork& work;
+  const ExpertStreamWork& work;
   const unsigned lane, gate_units, down_units;  ///< of an item
   const unsigned gate, total;
   bool all_done = false;
 
-  __device__ StreamWorker(const ExpertStreamArguments& arguments, const StreamWork& w)
+  __device__ ExpertStreamWorker(const ExpertStreamArguments& arguments, const ExpertStreamWork& w)
       : a(arguments),
         work(w),
         lane(threadIdx.x % 32),
@@ -91,12 +103,12 @@ struct StreamWorker {
 
   /// The unit that this warp does in a round: of the block's share of the first product, then of the second.
   __device__ __forceinline__ unsigned number(unsigned round) const {
-    unsigned own = round * stream_warps + threadIdx.x / 32;
+    unsigned own = round * expert_stream_warps + threadIdx.x / 32;
     const unsigned first = share(gate, blockIdx.x), of_gate = share(gate, blockIdx.x + 1) - first;
     if (own < of_gate) return first + own;
     own -= of_gate;
     const unsigned down = total - gate, second = share(down, blockIdx.x);
-    return own < share(down, blockIdx.x + 1) - second ? gate + second + own : stream_none;
+    return own < share(down, blockIdx.x + 1) - second ? gate + second + own : expert_stream_none;
   }
   /// Where block `block` begins in so many units.
   static __device__ __forceinline__ unsigned share(unsigned units, unsigned block) {
@@ -104,8 +116,8 @@ struct StreamWorker {
   }
 
   /// Begins to load what says where a unit is.
-  __device__ __forceinline__ void find(StreamUnit& u, unsigned number) const {
-    u.exists = number != stream_none;
+  __device__ __forceinline__ void find(ExpertStreamUnit& u, unsigned number) const {
+    u.exists = number != expert_stream_none;
     if (!u.exists) return;
     u.down = number >= gate;
     const unsigned units = u.down ? down_units : gate_units, own = u.down ? number - gate : number;
@@ -118,7 +130,7 @@ struct StreamWorker {
   }
 
   /// Finds it: an expert's units in order, each for all items of the expert.
-  __device__ __forceinline__ void settle(StreamUnit& u) {
+  __device__ __forceinline__ void settle(ExpertStreamUnit& u) {
     if (!u.exists) return;
     unsigned tile = u.row - u.head * (u.down ? down_units : gate_units);
     if (u.parts > 1) {
@@ -138,25 +150,25 @@ struct StreamWorker {
     if (u.down && !all_done) all_done = __all_sync(full_warp, expert_acquire(a.done) == gate);
     u.ready = !u.down || all_done || is_ready(u);
   }
-  __device__ __forceinline__ unsigned chunks(const StreamUnit& u) const {
+  __device__ __forceinline__ unsigned chunks(const ExpertStreamUnit& u) const {
     return (u.down ? a.hidden : a.width) / piece_columns;
   }
   /// Of the lane's column of x: a row of x; beyond the item's, the last again.
-  __device__ __forceinline__ unsigned place(const StreamUnit& u) const {
+  __device__ __forceinline__ unsigned place(const ExpertStreamUnit& u) const {
     return u.first + detail::smaller(lane / 4, u.count - 1);
   }
 
-  __device__ __forceinline__ bool is_ready(const StreamUnit& u) const {
+  __device__ __forceinline__ bool is_ready(const ExpertStreamUnit& u) const {
     return __all_sync(full_warp, expert_acquire(a.ready + u.head) == gate_units * u.parts);
   }
 
-  __device__ __forceinline__ const bf16* input(const StreamUnit& u) const {
+  __device__ __forceinline__ const bf16* input(const ExpertStreamUnit& u) const {
     const bf16* const row = u.down ? a.mid + static_cast<size>(place(u)) * a.hidden
                                    : work.x + static_cast<size>(u.choice / a.list.k) * a.width;
     return row + lane % 4 * 8;
   }
 
-  __device__ __forceinline__ void store(const StreamUnit& u, const float (&sum)[4]) const {
+  __device__ __forceinline__ void store(const ExpertStreamUnit& u, const float (&sum)[4]) const {
     const unsigned row = u.row + lane / 4;
 #pragma unroll
     for (unsigned i = 0; i < 2; ++i) {
@@ -175,7 +187,7 @@ struct StreamWorker {
 
   /// The sums of a unit that has a scale above 128, all anew: so rare that the fast loop does not ask.
   __device__ __forceinline__ void multiply_large(float (&sum)[2][4], unsigned number) {
-    StreamUnit u;
+    ExpertStreamUnit u;
     find(u, number);
     settle(u);
     const bf16* x = input(u);
@@ -186,9 +198,9 @@ struct StreamWorker {
 #pragma unroll 1
     for (unsigned chunk = 0, end = chunks(u); chunk < end; ++chunk) {
 #pragma unroll 1
-      for (unsigned step = 0; step < stream_steps; ++step) {
+      for (unsigned step = 0; step < expert_stream_steps; ++step) {
         const uint4 low = load_streaming(u.low + step * 512), high = load_streaming(u.high + step * 512);
-        stream_step<true>(sum, low, high, u.low_scale[step], u.high_scale[step], x + step * 128);
+        expert_stream_step<true>(sum, low, high, u.low_scale[step], u.high_scale[step], x + step * 128);
       }
       x += piece_columns, u.low += piece_code_bytes, u.high += piece_code_bytes;
       u.low_scale += piece_scale_bytes, u.high_scale += piece_scale_bytes;
@@ -209,13 +221,13 @@ struct StreamWorker {
 };
 
 /// A chunk of weights in registers, and where the next one comes from.
-struct StreamRing {
+struct ExpertStreamRing {
   const std::uint8_t *low, *high, *low_scale, *high_scale;
-  uint4 l[stream_steps], h[stream_steps];
+  uint4 l[expert_stream_steps], h[expert_stream_steps];
   unsigned next_low_scale = 0, next_high_scale = 0;  ///< of the steps, a byte each
   bool on = true;
 
-  __device__ __forceinline__ void begin(const StreamUnit& u) {
+  __device__ __forceinline__ void begin(const ExpertStreamUnit& u) {
     on = u.exists;
     low = u.low, high = u.high, low_scale = u.low_scale, high_scale = u.high_scale;
   }
@@ -234,24 +246,24 @@ struct StreamRing {
   __device__ __forceinline__ void multiply(float (&sum)[2][4], const bf16* x, unsigned low_scales,
                                            unsigned high_scales) {
 #pragma unroll
-    for (unsigned step = 0; step < stream_steps; ++step) {
-      stream_step<false>(sum, l[step], h[step], scale_byte(low_scales, step), scale_byte(high_scales, step),
-                         x + step * 128);
+    for (unsigned step = 0; step < expert_stream_steps; ++step) {
+      expert_stream_step<false>(sum, l[step], h[step], scale_byte(low_scales, step), scale_byte(high_scales, step),
+                                x + step * 128);
       load(step);
     }
   }
 };
 
-__device__ __forceinline__ void StreamWorker::run() {
-  StreamUnit unit, next;
-  StreamRing ring;
+__device__ __forceinline__ void ExpertStreamWorker::run() {
+  ExpertStreamUnit unit, next;
+  ExpertStreamRing ring;
   find(unit, number(0));
   if (!unit.exists) return;
   settle(unit);
   ring.begin(unit);
   ring.load_scales();
 #pragma unroll
-  for (unsigned step = 0; step < stream_steps; ++step) ring.load(step);
+  for (unsigned step = 0; step < expert_stream_steps; ++step) ring.load(step);
   ring.advance();
   unsigned finished = 0;  // units of this expert that nobody knows of yet
   for (unsigned round = 1;; ++round) {

@@ -3,7 +3,8 @@
 
 #include <cub/block/block_scan.cuh>
 
-#include <k3/kernels/expert_async.cuh>
+#include <k3/kernels/common.cuh>
+#include <k3/kernels/grid_order.cuh>
 
 // From the chosen experts of every row to a list of work, on the device: choices (row * k + rank) grouped by expert,
 // and items of up to 8 or 32 choices of one expert. And the sum at the end, which undoes the grouping.
@@ -179,8 +180,8 @@ template <class X>
 __global__ void __launch_bounds__(worklist_threads)
     prepare_experts(const __grid_constant__ WorklistArguments a, const X* x, size x_stride, unsigned width,
                     RowOrder order, X* staged, size staged_stride) {
-  expert_wait_before();
-  expert_start_next();
+  wait_for_earlier();
+  let_later_start();
   if (blockIdx.x == 0) {
     if (a.rows * a.k > 32) return build_worklist(a);
     if (threadIdx.x < 32) build_small_worklist(a);
@@ -198,8 +199,8 @@ template <class X>
 __global__ void __launch_bounds__(256)
     combine_experts(const X* y, const float* weights, size weights_stride, const unsigned char* kinds, unsigned rows,
                     unsigned k, unsigned width, X* out, size out_stride, unsigned* counters, unsigned counter_count) {
-  expert_wait_before();
-  expert_start_next();
+  wait_for_earlier();
+  let_later_start();
   const unsigned column = blockIdx.x * 256 + threadIdx.x;
   for (unsigned i = blockIdx.y * gridDim.x * 256 + column; i < counter_count; i += gridDim.y * gridDim.x * 256)
     counters[i] = 0;

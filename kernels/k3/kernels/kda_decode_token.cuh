@@ -281,7 +281,7 @@ struct KdaRun {
     if (guessed != pad_slot && !right) tile.wait();
     if (!starts) return known ? void() : slot_id == pad_slot ? clear(row) : refuse(row);
     if (!right) {
-      async::before_load();
+      async::fence();
       __syncwarp();
       fetch_pasts(ahead, slot);
       tile.load(state(slot));
@@ -337,7 +337,7 @@ __global__ void __launch_bounds__(kda_threads, Staged ? 3 : 2) kda_decode(const 
   for (unsigned row = blockIdx.y; row < a.rows; row += gridDim.y) {
     run(tile, ahead, row, row == blockIdx.y ? guessed : pad_slot);
     if (a.rows - row <= gridDim.y) return;
-    async::before_load();
+    async::fence();
     __syncthreads();
   }
 }

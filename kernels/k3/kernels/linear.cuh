@@ -9,16 +9,18 @@
 // and those for targets older than sm_90a, for odd addresses and for float. linear_stream.cuh has the fast one.
 //
 // All products of bf16 with bf16 have one order of sums, whatever the number of tokens, the kernel and the company:
-//   K < 1024:  tensor cores add up k in steps of 16;
+//   K < 1024, or a matrix of 65536 rows or more (a head): tensor cores add up k in steps of 16;
 //   otherwise: K is cut into four pieces of whole 64s, each summed like that, and result = ((p0 + p1) + p2) + p3.
-// Weights are on the M side of the tensor cores' tile and tokens on the N side; mma.sync and wgmma of any width give
-// the same bits (tests/cuda/test_linear.cpp), and the order of the 16 of a step has no influence.
+// Whether weights are on the M side of the tensor cores' tile and tokens on the N side or the other way round, mma.sync
+// and wgmma of any width give the same bits (tests/cuda/test_linear.cpp), and the order of the 16 of a step has no
+// influence.
 namespace k3::kernel {
 
 inline constexpr unsigned linear_threads = 256, linear_warps = linear_threads / 32;
 inline constexpr unsigned linear_step = 64;   ///< of k; pieces are whole steps
 inline constexpr unsigned linear_pieces = 4;  ///< of K, from linear_split_columns on
 inline constexpr unsigned linear_split_columns = 1024;
+inline constexpr unsigned linear_whole_rows = 65536;  ///< of a matrix whose K is not cut
 inline constexpr unsigned linear_most_segments = 8;
 inline constexpr unsigned linear_general_tokens = 4;  ///< of one pass without tensor cores
 
@@ -26,24 +28,15 @@ inline constexpr unsigned linear_general_tokens = 4;  ///< of one pass without t
 struct LinearSteps {
   unsigned all, piece;
 
-  __host__ __device__ explicit LinearSteps(unsigned columns)
+  __host__ __device__ LinearSteps(unsigned columns, bool whole)
       : all((columns + linear_step - 1) / linear_step),
-        piece(columns < linear_split_columns ? all : (all + linear_pieces - 1) / linear_pieces) {}
+        piece(whole ? all : (all + linear_pieces - 1) / linear_pieces) {}
 };
 
 /// e^x by the special function unit.
 __device__ __forceinline__ float fast_exp(float x) { return __expf(x); }
 
 __device__ __forceinline__ float fast_sigmoid(float x) { return __fdividef(1.0f, 1 + fast_exp(-x)); }
-
-/// Two floats rounded to bf16, `low` in the lower half.
-__device__ __forceinline__ unsigned bf16_pair(float low, float high) {
-  unsigned pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-}
-__device__ __forceinline__ float low_of(unsigned pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_of(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 
 /// A quotient whose division is left for later.
 struct Quotient {
@@ -138,6 +131,7 @@ struct LinearArguments {
   unsigned tokens = 0, columns = 0;
   unsigned units = 0;   ///< of 16 rows of weights with tensor cores, of one row of out without
   unsigned groups = 1;  ///< of tokens
+  bool whole = false;   ///< K is one piece
   LinearAdd add{};
   LinearSegment segment[linear_most_segments]{};
 };
@@ -177,16 +171,6 @@ __device__ __forceinline__ uint2 load_four(const bf16* p, int left) {
   if constexpr (Aligned) return __ldg(reinterpret_cast<const uint2*>(p));
   const auto one = [&](int i) { return i < left ? static_cast<unsigned>(__ldg(&p[i].bits)) : 0u; };
   return {one(0) | one(1) << 16, one(2) | one(3) << 16};
-}
-
-/// c += a b with a [16, 16] of weights, b [16, 8] of tokens.
-__device__ __forceinline__ void multiply_add(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                                             unsigned b0, unsigned b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 /// c += the products of 16 rows of weights, of which a lane has two, with Tiles * 8 tokens, over k in [begin, end). Of
@@ -240,7 +224,7 @@ __global__ void __launch_bounds__(linear_threads) linear_tensor(const __grid_con
     x[tile] = a.x + static_cast<size>(detail::smaller(first_token + tile * 8 + lane / 4, a.tokens - 1)) * a.x_stride;
 
   float sum[Tiles][4] = {};
-  const unsigned width = LinearSteps(a.columns).piece * linear_step;
+  const unsigned width = LinearSteps(a.columns, a.whole).piece * linear_step;
   linear_products<Tiles, Aligned>(sum, low, high, x, share * width, detail::smaller((share + 1) * width, a.columns));
   const auto finish = [&](unsigned token, float value, float other) {
     if (slot >= a.units || token >= a.tokens) return;
@@ -273,17 +257,17 @@ __global__ void __launch_bounds__(linear_threads) linear_tensor(const __grid_con
 __device__ __forceinline__ float linear_value(const float* p) { return __ldg(p); }
 __device__ __forceinline__ float linear_value(const bf16* p) { return bf16::from_bits(__ldg(&p->bits)); }
 
-/// sum[j] = w . x[j]: lane l takes k = l, l + 32, ... by FMA, then a butterfly.
-template <class W, class X>
-__device__ __forceinline__ void linear_dot(float (&sum)[linear_general_tokens], const W* w,
-                                           const X* const (&x)[linear_general_tokens], unsigned columns) {
+/// sum[j] = w . x[j], with w(k) a weight: lane l takes k = l, l + 32, ... by FMA, then a butterfly.
+template <unsigned Count, class Weight, class X>
+__device__ __forceinline__ void general_dot(float (&sum)[Count], const Weight& w, const X* const (&x)[Count],
+                                            unsigned columns) {
 #pragma unroll
   for (float& s : sum) s = 0;
 #pragma unroll 4
   for (unsigned k = threadIdx.x % 32; k < columns; k += 32) {
-    const float weight = linear_value(w + k);
+    const float weight = w(k);
 #pragma unroll
-    for (unsigned j = 0; j < linear_general_tokens; ++j) sum[j] = fmaf(weight, linear_value(x[j] + k), sum[j]);
+    for (unsigned j = 0; j < Count; ++j) sum[j] = fmaf(weight, linear_value(x[j] + k), sum[j]);
   }
 #pragma unroll
   for (float& s : sum) s = warp_sum(s);
@@ -303,8 +287,11 @@ __global__ void __launch_bounds__(linear_threads) linear_general(const __grid_co
     x[j] = a.x + static_cast<size>(detail::smaller(first_token + j, a.tokens - 1)) * a.x_stride;
   const size offset = static_cast<size>(row) * a.columns;
   float value[linear_general_tokens], up[linear_general_tokens] = {};
-  linear_dot(value, static_cast<const W*>(s.weight) + offset, x, a.columns);
-  if (s.kind == LinearKind::glu) linear_dot(up, static_cast<const W*>(s.up) + offset, x, a.columns);
+  general_dot(
+      value, [p = static_cast<const W*>(s.weight) + offset](unsigned k) { return linear_value(p + k); }, x, a.columns);
+  if (s.kind == LinearKind::glu)
+    general_dot(
+        up, [p = static_cast<const W*>(s.up) + offset](unsigned k) { return linear_value(p + k); }, x, a.columns);
   if (threadIdx.x % 32 != 0) return;
 #pragma unroll
   for (unsigned j = 0; j < linear_general_tokens; ++j)

@@ -26,9 +26,10 @@ struct StreamArguments {
   LinearArguments<bf16> linear{};
   unsigned tile_units = 0;  ///< of a block in a pass
   unsigned passes = 0, slots = 0;
-  bool together = false;    ///< two steps are fetched at once, when both their slots are free; needs 3
-  unsigned scratch_at = 0;  ///< bytes from the ring on
-  CUtensorMap x{};          ///< boxes of `Tokens` rows
+  bool together = false;                    ///< two steps are fetched at once, when both their slots are free; needs 3
+  unsigned scratch_at = 0;                  ///< bytes from the ring on
+  unsigned token_slots = 0, tokens_at = 0;  ///< of the ring of tokens of linear_wide
+  CUtensorMap x{};                          ///< boxes of `Tokens` rows
   CUtensorMap weight[linear_most_segments]{};  ///< boxes of 16 rows, of a gated segment 8
   CUtensorMap up[linear_most_segments]{};
 };
@@ -63,7 +64,7 @@ struct StreamPart {
     split = blockIdx.x % Split;
     first_unit = owner * own + detail::smaller(owner, longer);
     end_unit = first_unit + own + (owner < longer ? 1 : 0);
-    const LinearSteps k(a.linear.columns);
+    const LinearSteps k(a.linear.columns, a.linear.whole);
     piece = k.piece;
     first_step = split * 2 * piece;
     steps = Split == 1 ? k.all : split == 0 ? 2 * piece : k.all - 2 * piece;
@@ -71,7 +72,7 @@ struct StreamPart {
 };
 
 struct LinearRing {
-  hopper::Barrier full[stream_most_slots], empty[stream_most_slots];
+  async::Barrier full[stream_most_slots], empty[stream_most_slots];
 };
 
 /// The four warps that fill the ring. Warps 0 and 2 have the even steps and 1 and 3 the odd ones, each pair every
@@ -92,7 +93,7 @@ struct StreamProducer {
   // This lane's box of every step of the pass, if it has one.
   const CUtensorMap* map = nullptr;
   unsigned row = 0, offset = 0;
-  unsigned long long first = hopper::policy_first(), last = hopper::policy_last();
+  unsigned long long first = async::policy_first(), last = async::policy_last();
 
   __device__ __forceinline__ void advance(Place& p, unsigned steps) {
     for (p.step += steps; p.step >= part.steps; p.step -= part.steps)
@@ -123,28 +124,28 @@ struct StreamProducer {
     const Place& p = weights_at;
     if (p.pass != begun) begin_pass(p.pass);
     if (lane == 0 && fill_warp < 2)
-      hopper::arrive_expecting(ring.full[slot], units_of(p.pass) * stream_unit_bytes + Tokens * stream_row_bytes);
+      async::arrive_expecting(ring.full[slot], units_of(p.pass) * stream_unit_bytes + Tokens * stream_row_bytes);
     __syncwarp();
     if (map != nullptr)
-      hopper::copy_box(memory + slot * slot_bytes + offset, map, (part.first_step + p.step) * stream_columns, row,
-                       ring.full[slot], first);
+      async::copy_box(memory + slot * slot_bytes + offset, map, (part.first_step + p.step) * stream_columns, row,
+                      ring.full[slot], first);
     advance(weights_at, 2);
   }
 
   __device__ __forceinline__ void fetch_tokens(unsigned slot) {
     const Place& p = tokens_at;
     if (lane == 0 && fill_warp >= 2)
-      hopper::copy_box(memory + slot * slot_bytes + a.tile_units * stream_unit_bytes, &a.x,
-                       (part.first_step + p.step) * stream_columns, p.group * Tokens, ring.full[slot], last);
+      async::copy_box(memory + slot * slot_bytes + a.tile_units * stream_unit_bytes, &a.x,
+                      (part.first_step + p.step) * stream_columns, p.group * Tokens, ring.full[slot], last);
     advance(tokens_at, 2);
   }
 
   /// Until the slot of a step is free, and that of the next one where both are fetched together.
   __device__ __forceinline__ void wait_for_slot(unsigned slot, unsigned phase) {
-    hopper::wait(ring.empty[slot], phase);
+    async::wait(ring.empty[slot], phase);
     if (!a.together || odd == 1) return;
     if (++slot == a.slots) slot = 0, phase ^= 1;
-    hopper::wait(ring.empty[slot], phase);
+    async::wait(ring.empty[slot], phase);
   }
 
   __device__ __forceinline__ void run() {
@@ -183,7 +184,7 @@ struct StreamConsumer {
   float sum[Tokens / 2], piece[Tokens / 2];
 
   __device__ __forceinline__ void release(unsigned which) {
-    if (lane == 0) hopper::arrive(ring.empty[which]);
+    if (lane == 0) async::arrive(ring.empty[which]);
   }
 
   /// Adds up `steps` steps in `piece`.
@@ -192,22 +193,22 @@ struct StreamConsumer {
     for (float& p : piece) p = 0;
     unsigned before = 0;
     for (unsigned step = 0; step < steps; ++step) {
-      hopper::wait(ring.full[slot], phase);
+      async::wait(ring.full[slot], phase);
       const unsigned at = memory + slot * slot_bytes;
       unsigned long long weights = hopper::operand(at + warp / 4 * 4 * stream_unit_bytes);
       unsigned long long tokens = hopper::operand(at + a.tile_units * stream_unit_bytes);
-      hopper::wgmma_fence();
+      wgmma_fence();
 #pragma unroll
       for (unsigned k = 0; k < stream_columns / 16; ++k) hopper::wgmma(piece, weights + 2 * k, tokens + 2 * k);
-      hopper::wgmma_commit();
+      wgmma_commit();
       if (step > 0) {
-        hopper::wgmma_wait<1>();
+        wgmma_wait<1>();
         release(before);
       }
       before = slot;
       if (++slot == a.slots) slot = 0, phase ^= 1;
     }
-    hopper::wgmma_wait<0>();
+    wgmma_wait<0>();
     release(before);
   }
 
@@ -281,25 +282,25 @@ struct StreamConsumer {
         exchange[tile * 64 + 32] = four(&piece[tile * 4]);
       }
     }
-    hopper::cluster_sync();
-    const unsigned from = hopper::address_in(part.split ^ 1, exchange);
+    async::cluster_sync();
+    const unsigned from = async::address_at_rank(exchange, part.split ^ 1);
     float own[half * 4];
 #pragma unroll
     for (unsigned tile = 0; tile < half; ++tile) {
-      float4 v = hopper::load_in(from + tile * 64 * 16);
+      float4 v = async::load_at(from + tile * 64 * 16);
       if (first) {
-        const float4 last = hopper::load_in(from + (tile * 64 + 32) * 16);
+        const float4 last = async::load_at(from + (tile * 64 + 32) * 16);
         v = added(added(four(&sum[tile * 4]), v), last);
       } else if (half + tile < tiles) {
         v = added(added(v, four(&sum[(half + tile) * 4])), four(&piece[(half + tile) * 4]));
       }
       own[tile * 4] = v.x, own[tile * 4 + 1] = v.y, own[tile * 4 + 2] = v.z, own[tile * 4 + 3] = v.w;
     }
-    hopper::cluster_arrive();
+    async::cluster_arrive();
     const unsigned unit = part.first_unit + warp, token = part.split * half * 8;
     if (unit < part.end_unit && token < Tokens) finish<half>(unit, token, own, scratch);
     __syncwarp();
-    hopper::cluster_wait();  // no block may go while another reads its memory
+    async::cluster_wait();  // no block may go while another reads its memory
   }
 
  private:
@@ -312,29 +313,29 @@ struct StreamConsumer {
 template <int Tokens, int Split>
 __global__ void __launch_bounds__(stream_most_threads, Tokens <= 32 ? 2 : 1)
     linear_stream(const __grid_constant__ StreamArguments a) {
-  if constexpr (hopper::available) {
+  if constexpr (on_hopper) {
     extern __shared__ unsigned char dynamic[];
     __shared__ LinearRing ring;
-    const unsigned base = (hopper::address_of(dynamic) + 1023) / 1024 * 1024;
+    const unsigned base = (async::shared_address(dynamic) + 1023) / 1024 * 1024;
     const unsigned warps = blockDim.x / 32 - stream_fill_warps;  // that multiply
-    unsigned char* const memory = dynamic + (base - hopper::address_of(dynamic));
+    unsigned char* const memory = dynamic + (base - async::shared_address(dynamic));
     const unsigned slot_bytes = a.tile_units * stream_unit_bytes + Tokens * stream_row_bytes;
     if (threadIdx.x < a.slots) {
-      hopper::init(ring.full[threadIdx.x], 1), hopper::init(ring.empty[threadIdx.x], warps);
-      hopper::init_fence();
+      async::init(ring.full[threadIdx.x], 1), async::init(ring.empty[threadIdx.x], warps);
+      async::init_fence();
     }
     const StreamPart<Split> part(a);
     __syncthreads();
     if (threadIdx.x / 32 >= warps) {
-      if constexpr (stream_uneven<Tokens>) hopper::give_registers<32>();
+      if constexpr (stream_uneven<Tokens>) give_registers<32>();
       StreamProducer<Tokens, Split>{a, part, ring, base, slot_bytes}.run();
       if constexpr (Split > 1) {
         __syncwarp();
-        hopper::cluster_sync();
-        hopper::cluster_sync();
+        async::cluster_sync();
+        async::cluster_sync();
       }
     } else {
-      if constexpr (stream_uneven<Tokens>) hopper::take_registers<160>();
+      if constexpr (stream_uneven<Tokens>) take_registers<160>();
       wait_for_earlier();
       StreamConsumer<Tokens, Split> consumer{a, part, ring, base, slot_bytes};
       float* const scratch = reinterpret_cast<float*>(memory + a.scratch_at) +

@@ -27,7 +27,8 @@ __host__ __device__ constexpr size mla_shared_bytes(unsigned group, unsigned wid
 
 /// 16 bytes to shared memory, or 16 zero bytes.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(there ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(async::shared_address(to)), "l"(from),
+               "r"(there ? 16 : 0)
                : "memory");
 }
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
@@ -35,23 +36,15 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const bf16* p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(p))
+               : "r"(async::shared_address(p))
                : "memory");
 }
 __device__ __forceinline__ void load_transposed(unsigned (&r)[4], const bf16* p) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared_address(p))
+               : "r"(async::shared_address(p))
                : "memory");
 }
-__device__ __forceinline__ void mla_multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 /// A block's work on one row for `Tiles * 8` heads. The members live in registers.
 template <int Tiles>
 struct MlaTensorBlock {
@@ -149,7 +142,8 @@ struct MlaTensorBlock {
           unsigned key[4];
           load_matrices(key, keys + j * 16 * stride + k * 32 + e * 16);
 #pragma unroll
-          for (int i = 0; i < half_tiles; ++i) mla_multiply(s[j][i], key, b[i][2 * e], b[i][2 * e + 1]);
+          for (int i = 0; i < half_tiles; ++i)
+            multiply_add(s[j][i], key[0], key[1], key[2], key[3], b[i][2 * e], b[i][2 * e + 1]);
         }
     }
     float* const to =
@@ -226,7 +220,8 @@ struct MlaTensorBlock {
           unsigned value[4];
           load_transposed(value, values + (k * 32 + e * 16) * stride + column);
 #pragma unroll
-          for (int n = 0; n < Tiles; ++n) mla_multiply(sums[i][n], value, b[n][2 * e], b[n][2 * e + 1]);
+          for (int n = 0; n < Tiles; ++n)
+            multiply_add(sums[i][n], value[0], value[1], value[2], value[3], b[n][2 * e], b[n][2 * e + 1]);
         }
       }
     }

@@ -33,7 +33,7 @@ struct MlaWideBlock : MlaWideCopies<N> {
          [N / 2];  // values: columns (half * 4 + c) * 64 + warp * 16 + lane / 4 (+ 8), heads 8 j + lane % 4 * 2 (+ 1)
 
   // As matrix products name the block's memory, the queries of this half, and a piece.
-  const unsigned operands = wgmma_operand(uniform(shared_address(&memory)));
+  const unsigned operands = wgmma_operand(uniform(async::shared_address(&memory)));
   const unsigned query_operands =
       operands + static_cast<unsigned>(offsetof(MlaWideShared<N>, q) / 16) + half * (own * 128 / 16);
   __device__ __forceinline__ unsigned piece_operand(unsigned slot) const {
@@ -41,7 +41,7 @@ struct MlaWideBlock : MlaWideCopies<N> {
   }
 
   __device__ __forceinline__ void wait_full(unsigned slot, unsigned parity) const {
-    barrier_wait(&shared.full[slot], parity);
+    async::wait(shared.full[slot], parity);
   }
   /// s += of 64 columns.
   __device__ __forceinline__ void add_scores(unsigned slot, unsigned column, bool add) {
@@ -104,18 +104,15 @@ struct MlaWideBlock : MlaWideCopies<N> {
           largest = fmaxf(largest, __shfl_xor_sync(full_warp, largest, offset));
         if (lane < 4) shared.scratch[warp][half * own + 8 * j + 2 * lane + e] = largest;
       }
-    barrier_wait(&shared.weights_empty, (ordinal & 1) ^ 1);  // nobody reads the factors of the tile before
+    async::wait(shared.weights_empty, (ordinal & 1) ^ 1);  // nobody reads the factors of the tile before
     sync_half();
     if (thread < own) {
       const unsigned head = half * own + thread;
-      const float old = shared.max[head];
-      float largest = shared.scratch[0][head];
+      float max = shared.max[head], largest = shared.scratch[0][head];
 #pragma unroll
       for (int i = 1; i < 4; ++i) largest = fmaxf(largest, shared.scratch[i][head]);
-      largest *= w.a.scale;
-      const bool grows = largest > old + mla_wide_slack;
-      shared.max[head] = grows ? largest : old;
-      shared.factor[head] = grows ? mla_rescale(old, largest) : 1.0f;
+      shared.factor[head] = mla_raise(max, largest, w.a.scale);
+      shared.max[head] = max;
     }
     sync_half();
   }
@@ -128,12 +125,8 @@ struct MlaWideBlock : MlaWideCopies<N> {
     for (int j = 0; j < N / 16; ++j) {
       const float2 m = max[4 * j];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float x = __fmaf_rn(s[4 * j + 2 * i], w.a.scale, -m.x),
-                    y = __fmaf_rn(s[4 * j + 2 * i + 1], w.a.scale, -m.y);
-        most = fmaxf(most, fmaxf(x, y));
-        packed[2 * j + i] = pack_bf16(exp2_fast(x), exp2_fast(y));
-      }
+      for (int i = 0; i < 2; ++i)
+        packed[2 * j + i] = mla_weigh(s[4 * j + 2 * i], s[4 * j + 2 * i + 1], w.a.scale, m.x, m.y, most);
     }
     return most;
   }
@@ -145,13 +138,13 @@ struct MlaWideBlock : MlaWideCopies<N> {
       raise();
       exponentiate(packed);
     }
-    barrier_wait(&shared.weights_empty, (ordinal & 1) ^ 1);
+    async::wait(shared.weights_empty, (ordinal & 1) ^ 1);
     if (thread == 0) shared.rescale[half] = raised;
     const unsigned head = half * own + lane % 8, piece = warp * 2 + lane / 8 % 2;
-    const unsigned to = shared_address(memory.weights) + head * 128 + (piece ^ lane % 8) * 16;
+    const unsigned to = async::shared_address(memory.weights) + head * 128 + (piece ^ lane % 8) * 16;
 #pragma unroll
     for (int j = 0; j < N / 16; ++j) store_transposed(to + j * 1024, packed[2 * j], packed[2 * j + 1]);
-    async_fence();
+    async::fence();
     return group_any<256>(3, raised);
   }
 
@@ -184,18 +177,7 @@ struct MlaWideBlock : MlaWideCopies<N> {
   __device__ __forceinline__ void add_weights(bool first) const {
     if (thread >= 2 * own) return;
     const unsigned head = half * own + thread / 2;
-    const uint4* const from = reinterpret_cast<const uint4*>(memory.weights + head * 128);
-    float sum = 0;
-#pragma unroll
-    for (unsigned i = 0; i < 4; ++i) {
-      const uint4 eight = from[(thread % 2 * 4 + i) ^ head % 8];
-      const unsigned two[4] = {eight.x, eight.y, eight.z, eight.w};
-      float pair[4];
-#pragma unroll
-      for (int e = 0; e < 4; ++e) pair[e] = __uint_as_float(two[e] << 16) + __uint_as_float(two[e] & 0xffff0000u);
-      sum += (pair[0] + pair[1]) + (pair[2] + pair[3]);
-    }
-    sum += __shfl_xor_sync(own < 48 ? __activemask() : full_warp, sum, 1);
+    const float sum = mla_sum_weights(memory.weights, head, own < 48 ? __activemask() : full_warp);
     if (thread % 2 != 0) return;
     const float before = first ? 0.0f : shared.sum[head];
     shared.sum[head] = __fmaf_rn(before, shared.rescale[half] ? shared.factor[head] : 1.0f, sum);
@@ -284,14 +266,14 @@ struct MlaWideBlock : MlaWideCopies<N> {
         replace(2, left);
         wgmma_wait<1>();
         replace(3, left);
-        if (lane == 0) barrier_arrive(&shared.weights_empty);
+        if (lane == 0) async::arrive(shared.weights_empty);
         compute_other_scores(ahead, ordinal + 1);
         key_place = next_place;
         if (left > later + 1) next_place = after(next_place);
       } else {
         wgmma_wait<0>();
         for (unsigned c = 0; c < 4; ++c) replace(c, left);
-        if (lane == 0) barrier_arrive(&shared.weights_empty);
+        if (lane == 0) async::arrive(shared.weights_empty);
       }
       if (half == 1 || left == 1) add_weights(i == 0);
       wgmma_wait<0>();
@@ -301,17 +283,6 @@ struct MlaWideBlock : MlaWideCopies<N> {
     finish(runs);
   }
 };
-
-/// Has shared memory where mla_attend_wide was built for a target that it needs, and none elsewhere.
-template <int N>
-__global__ void mla_wide_probe(unsigned* out) {
-  if constexpr (mla_on_hopper) {
-    __shared__ unsigned mark[N];
-    mark[threadIdx.x] = out[threadIdx.x];
-    __syncthreads();
-    out[0] = mark[blockIdx.x];
-  }
-}
 
 /// A block's whole work, with N heads to a block.
 template <int N>
@@ -335,19 +306,19 @@ __device__ __forceinline__ void mla_wide_run(const MlaWideArguments& w, const CU
 static __global__ void __launch_bounds__(mla_wide_threads, 1)
     mla_attend_wide(const __grid_constant__ MlaWideArguments w, const __grid_constant__ CUtensorMap q_map,
                     const __grid_constant__ CUtensorMap kv_map) {
-  if constexpr (mla_on_hopper) {
+  if constexpr (on_hopper) {
     extern __shared__ __align__(1024) unsigned char mla_wide_shared[];
     MlaWideControl& shared = *reinterpret_cast<MlaWideControl*>(mla_wide_shared);
-    if (threadIdx.x == 32) prefetch_map(&q_map);
-    if (threadIdx.x == 64) prefetch_map(&kv_map);
+    if (threadIdx.x == 32) async::prefetch_map(&q_map);
+    if (threadIdx.x == 64) async::prefetch_map(&kv_map);
     if (threadIdx.x == 96) {
-      for (MlaBarrier& full : shared.full) barrier_init(&full, 1);
-      for (MlaBarrier& empty : shared.empty) barrier_init(&empty, 4);
-      barrier_init(&shared.weights_empty, 8);
-      barrier_init_fence();
+      for (async::Barrier& full : shared.full) async::init(full, 1);
+      for (async::Barrier& empty : shared.empty) async::init(empty, 4);
+      async::init(shared.weights_empty, 8);
+      async::init_fence();
     }
-    wait_for_previous();
-    start_next();
+    wait_for_earlier();
+    let_later_start();
     MlaRow row;
     if (threadIdx.x < w.a.rows.count) row = w.a.rows.find(threadIdx.x, w.a.cache);
     const unsigned tiles = MlaRuns::tiles(row), most = mla_wide_few(w.independent) * gridDim.x;

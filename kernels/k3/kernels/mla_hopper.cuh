@@ -1,58 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <cuda.h>
-#include <k3/kernels/architecture.cuh>
+#include <k3/kernels/async.cuh>
 #include <k3/kernels/common.cuh>
+#include <k3/kernels/wgmma.cuh>
 
-// The instructions of sm_90a that MLA's attention is built of: barriers in shared memory that count bytes, copies of
-// tensor tiles that complete on them, and matrix products of a warpgroup whose operands lie in shared memory.
+// The instructions of sm_90a that MLA's attention is built of, beside async.cuh: matrix products of a warpgroup whose
+// operands lie in shared memory, barriers of some of a block's threads.
 namespace k3::kernel {
-
-/// Whether this compilation's target has them. Elsewhere the kernels that use them are empty, see mla_wide_probe.
-inline constexpr bool mla_on_hopper = architecture::warpgroup_products;
-
-/// Of a programmatic launch: returns when the kernel before is done, and lets the one behind start.
-__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 /// What all threads of a warp hold alike, in a way that tells the compiler: what is computed from it stays in uniform
 /// registers, where products and copies want their operands' addresses.
 __device__ __forceinline__ unsigned uniform(unsigned x) { return __reduce_or_sync(full_warp, x); }
 
-using MlaBarrier = unsigned long long;
-
-__device__ __forceinline__ unsigned shared_address(const void* p) {
-  return static_cast<unsigned>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void barrier_init(MlaBarrier* b, unsigned arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
-}
-/// Makes initialised barriers visible to the copies.
-__device__ __forceinline__ void barrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void barrier_arrive(MlaBarrier* b) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
-}
-__device__ __forceinline__ void barrier_expect(MlaBarrier* b, unsigned bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes)
-               : "memory");
-}
-/// Returns when the phase of this parity is over.
-__device__ __forceinline__ void barrier_wait(MlaBarrier* b, unsigned parity) {
-  asm volatile(
-      "{.reg .pred done;\n"
-      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;}\n" ::"r"(shared_address(b)),
-      "r"(parity)
-      : "memory");
-}
-
-/// Waits for `Threads` threads at hardware barrier `id`.
+/// Waits for `Threads` threads at hardware barrier `id`. A warp comes as one.
 template <unsigned Threads>
 __device__ __forceinline__ void group_sync(unsigned id) {
+  __syncwarp();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(Threads) : "memory");
 }
 /// As above; whether `value` holds for any of them.
@@ -68,31 +32,6 @@ __device__ __forceinline__ bool group_any(unsigned id, bool value) {
   return any != 0;
 }
 
-/// A box of a tensor of three dimensions to shared memory; its bytes are counted by the barrier. What lies outside the
-/// tensor becomes zeros, and is counted too.
-__device__ __forceinline__ void copy_box(void* to, const CUtensorMap* map, int x, int y, int z, MlaBarrier* b) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
-      "[%5];" ::"r"(shared_address(to)),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(shared_address(b))
-      : "memory");
-}
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-/// Registers of each thread of a warpgroup from here on.
-template <int Count>
-__device__ __forceinline__ void fewer_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
-}
-template <int Count>
-__device__ __forceinline__ void more_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
-}
-
-/// Ordinary stores to shared memory become visible to matrix products and copies.
-__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 /// Two transposed 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8 % 2.
 __device__ __forceinline__ void store_transposed(unsigned address, unsigned a, unsigned b) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(a), "r"(b)
@@ -104,15 +43,21 @@ __device__ __forceinline__ void store_transposed(unsigned address, unsigned a, u
                "r"(c), "r"(d)
                : "memory");
 }
+/// Four 8 x 8 matrices as they are, to shared memory and from there; the same addresses.
+__device__ __forceinline__ void store_matrices(unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+__device__ __forceinline__ void load_matrices(unsigned address, unsigned (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
 /// A store in the order of the program, so that few registers hold what it needs.
 __device__ __forceinline__ void store_float(float* to, float x) {
   asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
-}
-/// Two bf16, the first in the lower half.
-__device__ __forceinline__ unsigned pack_bf16(float low, float high) {
-  unsigned both;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-  return both;
 }
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
@@ -124,13 +69,6 @@ __device__ __forceinline__ float exp2_fast(float x) {
 /// upper half of their description, and the lower one of an operand at a shared address.
 inline constexpr unsigned wgmma_layout = 1u << 30 | 1024 / 16;
 __device__ __forceinline__ unsigned wgmma_operand(unsigned address) { return 1u << 16 | (address & 0x3ffff) >> 4; }
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-/// Returns when at most `Left` groups are on their way.
-template <int Left>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
-}
 
 // d [64, n] (+)= a [64, 16] b [16, n]: bf16 operands, b by columns, a by rows or, Transposed, by columns. Of row
 // warp * 16 + lane / 4 + 8 i and column 8 j + lane % 4 * 2 + e, a thread has d[4 j + 2 i + e].
@@ -178,6 +116,22 @@ __device__ __forceinline__ void wgmma_96(float (&d)[48], unsigned a, unsigned b,
         "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]),
         "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
       : "r"(a), "r"(b), "r"(static_cast<unsigned>(add)), "n"(Transposed), "n"(wgmma_layout));
+}
+
+/// d [64, 64] (+)= a b: a's 16-row bands in registers of a warp each, as ldmatrix gives them; b by columns.
+__device__ __forceinline__ void wgmma_64(float (&d)[32], const unsigned (&a)[4], unsigned b, bool add) {
+  asm volatile(
+      "{.reg .pred p; .reg .b64 b; setp.ne.b32 p, %37, 0;\n"
+      "mov.b64 b, {%36, %38};\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, {%32, %33, %34, %35}, b, p, 1, 1, 0;}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
+        "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
+        "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
+        "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(static_cast<unsigned>(add)), "n"(wgmma_layout));
 }
 
 template <int Transposed, int N>

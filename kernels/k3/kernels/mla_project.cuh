@@ -12,22 +12,13 @@
 // What surrounds MLA's attention: new cache rows, queries moved into the latent space, values moved out of it.
 namespace k3::kernel {
 
-/// A vector of float or bf16.
-struct MlaNorm {
-  const void* data = nullptr;
-  bool is_bf16 = false;
-  __device__ __forceinline__ float operator[](unsigned i) const {
-    return is_bf16 ? static_cast<float>(static_cast<const bf16*>(data)[i]) : static_cast<const float*>(data)[i];
-  }
-};
-
 template <class X, class T>
 struct MlaAppendArguments {
   MlaRows rows{};
   MlaCache<T> cache{};
   const X* kv_a = nullptr;  ///< [rows, latent + rope]
   size kv_a_stride = 0;
-  MlaNorm norm{};
+  ScalarVector norm{};
   unsigned latent = 0, width = 0;
   float eps = 0;
 };
@@ -86,7 +77,7 @@ struct MlaEight {
       if constexpr (sizeof(W) == 4)
         to[i] = __uint_as_float(word[i]);
       else
-        to[i] = __uint_as_float(i % 2 == 0 ? word[i / 2] << 16 : word[i / 2] & 0xffff0000u);
+        to[i] = i % 2 == 0 ? low_of(word[i / 2]) : high_of(word[i / 2]);
     }
   }
 };

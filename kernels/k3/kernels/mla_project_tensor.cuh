@@ -11,16 +11,6 @@
 // Every output is the same chain of products whatever the number of rows.
 namespace k3::kernel {
 
-/// c [16, 8] += a [16, 16] b [16, 8].
-__device__ __forceinline__ void project_multiply(float (&c)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3,
-                                                 unsigned b0, unsigned b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
 /// Eight neighbours as four words, zeros from `count` on. `Vector`: on a multiple of 16 bytes. `Once`: read once.
 template <bool Vector, bool Once>
 __device__ __forceinline__ void load_eight(unsigned (&to)[4], const bf16* from, unsigned count) {
@@ -115,8 +105,8 @@ __global__ void __launch_bounds__(mla_absorb_threads) mla_absorb_tensor(MlaProje
           for (unsigned s = 0; s < 2; ++s)
 #pragma unroll
             for (unsigned j = 0; j < 8; ++j)
-              project_multiply(c[j], x[g][0][2 * s], x[g][1][2 * s], x[g][0][2 * s + 1], x[g][1][2 * s + 1],
-                               b[g][s][j][0], b[g][s][j][1]);
+              multiply_add(c[j], x[g][0][2 * s], x[g][1][2 * s], x[g][0][2 * s + 1], x[g][1][2 * s + 1], b[g][s][j][0],
+                           b[g][s][j][1]);
     }
 #pragma unroll
     for (unsigned r = 0; r < 2; ++r)
@@ -128,7 +118,7 @@ __global__ void __launch_bounds__(mla_absorb_threads) mla_absorb_tensor(MlaProje
         bf16* const to = a.q_latent + row * a.q_latent_row + head * a.q_latent_head + at;
         unsigned two[4];
 #pragma unroll
-        for (unsigned i = 0; i < 4; ++i) two[i] = pack_bf16(c[2 * i][2 * r + e], c[2 * i + 1][2 * r + e]);
+        for (unsigned i = 0; i < 4; ++i) two[i] = bf16_pair(c[2 * i][2 * r + e], c[2 * i + 1][2 * r + e]);
         if (a.latent_vector && at + 8 <= a.latent) {
           *reinterpret_cast<uint4*>(to) = make_uint4(two[0], two[1], two[2], two[3]);
         } else {
@@ -142,9 +132,9 @@ __global__ void __launch_bounds__(mla_absorb_threads) mla_absorb_tensor(MlaProje
 
 /// A pair of floats as two bf16 pairs whose sums they are, to 16 bits.
 __device__ __forceinline__ void split_pair(float x, float y, unsigned& high, unsigned& low) {
-  high = pack_bf16(x, y);
-  const float p = x - __uint_as_float(high << 16), q = y - __uint_as_float(high & 0xffff0000u);
-  low = pack_bf16(p == p ? p : 0.0f, q == q ? q : 0.0f);  // infinities have no rest
+  high = bf16_pair(x, y);
+  const float p = x - low_of(high), q = y - high_of(high);
+  low = bf16_pair(p == p ? p : 0.0f, q == q ? q : 0.0f);  // infinities have no rest
 }
 /// Eight neighbouring floats, zeros from `count` on.
 __device__ __forceinline__ void load_eight_floats(float (&to)[8], const float* from, unsigned count, bool vector) {
@@ -222,8 +212,8 @@ __global__ void __launch_bounds__(Tiles == 1 ? 128 : 256, Tiles == 1 ? 3 : 2)
 #pragma unroll
             for (unsigned j = 0; j < Tiles; ++j) {
               const unsigned b0 = b[d][j][2 * s], b1 = b[d][j][2 * s + 1];
-              project_multiply(high[j], x[0][2 * s], x[1][2 * s], x[0][2 * s + 1], x[1][2 * s + 1], b0, b1);
-              project_multiply(low[j], y[0][2 * s], y[1][2 * s], y[0][2 * s + 1], y[1][2 * s + 1], b0, b1);
+              multiply_add(high[j], x[0][2 * s], x[1][2 * s], x[0][2 * s + 1], x[1][2 * s + 1], b0, b1);
+              multiply_add(low[j], y[0][2 * s], y[1][2 * s], y[0][2 * s + 1], y[1][2 * s + 1], b0, b1);
             }
         }
       }

@@ -19,12 +19,6 @@ struct MlaRing {
   }
 };
 
-/// Where a lane's part of a tile is in the cache.
-struct MlaPlace {
-  unsigned index, row;  // of the page among the row's, and in the page
-  id page;
-};
-
 /// What a thread knows of its block, and the copies that its warp issues.
 template <int N>
 struct MlaWideCopies {
@@ -48,35 +42,29 @@ struct MlaWideCopies {
 
   __device__ __forceinline__ void sync_half() const { group_sync<128>(1 + half); }
 
-  /// A page of the row's. Of a tile that ends behind the row's last one, the rest comes from that one, and is not used.
-  __device__ __forceinline__ id page_of(unsigned index) const {
-    return shared.segment.table[detail::smaller(index, shared.segment.last_page)];
-  }
   /// Where this lane's part of a tile is.
-  __device__ __forceinline__ MlaPlace place_of(unsigned tile) const {
-    const unsigned position = tile * mla_tile + detail::smaller(lane, w.boxes - 1) * w.box_rows;
-    const unsigned index = position / w.a.cache.page_size;
-    return {index, position - index * w.a.cache.page_size, page_of(index)};
-  }
+  __device__ __forceinline__ MlaPlace place_of(unsigned tile) const { return mla_place(w, shared.segment, tile, lane); }
   /// And of the tile behind it.
   __device__ __forceinline__ MlaPlace after(MlaPlace p) const {
     for (p.row += mla_tile; p.row >= w.a.cache.page_size; p.row -= w.a.cache.page_size) ++p.index;
-    p.page = page_of(p.index);
+    p.page = mla_page(shared.segment, p.index);
     return p;
   }
   /// Columns [64 column, ..) of a tile. One warp.
   __device__ __forceinline__ void load(unsigned slot, unsigned column, MlaPlace from, unsigned more = 0) const {
-    if (lane == 0) barrier_expect(&shared.full[slot], mla_piece_bytes + more);
+    if (lane == 0) async::arrive_expecting(shared.full[slot], mla_piece_bytes + more);
     if (lane < w.boxes)
-      copy_box(memory.pieces[slot] + lane * w.box_rows * 128, kv_map, static_cast<int>(column * mla_piece_columns),
-               static_cast<int>(from.row), from.page, &shared.full[slot]);
+      async::copy_box(async::shared_address(memory.pieces[slot] + lane * w.box_rows * 128), kv_map,
+                      static_cast<int>(column * mla_piece_columns), static_cast<int>(from.row), from.page,
+                      shared.full[slot]);
     __syncwarp();
   }
   /// The same columns of the queries, before it.
   __device__ __forceinline__ void load_queries(unsigned slot, unsigned column) const {
     if (lane < N / 48)
-      copy_box(memory.q[column] + lane * (48 * 128), q_map, static_cast<int>(column * mla_piece_columns),
-               static_cast<int>(group * N + lane * 48), static_cast<int>(shared.segment.row), &shared.full[slot]);
+      async::copy_box(async::shared_address(memory.q[column] + lane * (48 * 128)), q_map,
+                      static_cast<int>(column * mla_piece_columns), static_cast<int>(group * N + lane * 48),
+                      static_cast<int>(shared.segment.row), shared.full[slot]);
     __syncwarp();
   }
   /// As many pieces as there is room for, those of this warp, and the queries unless they are there.
@@ -97,9 +85,9 @@ struct MlaWideCopies {
   /// later.
   __device__ __forceinline__ void replace(unsigned i, unsigned left) {
     const unsigned slot = half * ring + at.slot(i);
-    if (lane == 0) barrier_arrive(&shared.empty[slot]);
+    if (lane == 0) async::arrive(shared.empty[slot]);
     if (warp != i || later >= left) return;
-    barrier_wait(&shared.empty[slot], at.phase(i));
+    async::wait(shared.empty[slot], at.phase(i));
     load(slot, half * 4 + (i + ring) % 4, next_place);
   }
 };

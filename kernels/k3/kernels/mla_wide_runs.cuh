@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 
-#include <k3/kernels/mla_cache.cuh>
-#include <k3/kernels/mla_hopper.cuh>
+#include <k3/kernels/grid_order.cuh>
+#include <k3/kernels/mla_weights.cuh>
 
 // Which block of mla_attend_wide or mla_attend_few takes which tiles of which row, and what it keeps in shared memory.
 namespace k3::kernel {
@@ -15,7 +15,6 @@ inline constexpr unsigned mla_piece_columns = 64, mla_piece_bytes = mla_tile * m
 /// heads, but a row's tiles are then spread over half as many of them, so that half as many parts must be joined.
 __host__ __device__ constexpr unsigned mla_wide_few(bool independent) { return independent ? 4 : 1; }
 inline constexpr unsigned mla_wide_cost = 2;  ///< of a further part, in tiles
-inline constexpr float mla_wide_slack = 8;    ///< of a score over the maximum, in units of ln 2
 
 struct MlaWideArguments {
   MlaAttendArguments<bf16> a{};
@@ -93,7 +92,7 @@ struct MlaSegment {
 
 /// What a block keeps in shared memory besides operands.
 struct MlaWideControl {
-  MlaBarrier full[17], empty[16], weights_empty;
+  async::Barrier full[17], empty[16], weights_empty;
   float max[96], factor[96], sum[96], scratch[4][96];
   unsigned rescale[2], missing;
   MlaSegment segment, coming;       ///< and the one behind it
@@ -109,6 +108,23 @@ __device__ __forceinline__ void mla_check_pages(const MlaWideArguments& w, MlaWi
   for (unsigned i = g.first * mla_tile / cache.page_size + threadIdx.x; i <= last / cache.page_size; i += 256)
     missing = missing || g.table[i] < 0 || static_cast<size>(g.table[i]) >= cache.page_count;
   if (missing) control.missing = 1;
+}
+
+/// Where a box of a tile is in the cache.
+struct MlaPlace {
+  unsigned index, row;  // of the page among the row's, and in the page
+  id page;
+};
+/// A page of the segment's row. Of a tile that ends behind the row's last one, the rest comes from that one, and is not
+/// used.
+__device__ __forceinline__ id mla_page(const MlaSegment& segment, unsigned index) {
+  return segment.table[detail::smaller(index, segment.last_page)];
+}
+__device__ __forceinline__ MlaPlace mla_place(const MlaWideArguments& w, const MlaSegment& segment, unsigned tile,
+                                              unsigned box) {
+  const unsigned position = tile * mla_tile + detail::smaller(box, w.boxes - 1) * w.box_rows;
+  const unsigned index = position / w.a.cache.page_size;
+  return {index, position - index * w.a.cache.page_size, mla_page(segment, index)};
 }
 
 template <int N>

@@ -16,20 +16,10 @@ inline constexpr unsigned router_threads = 256, router_warps = router_threads / 
 inline constexpr unsigned router_most_chosen = 32;                    ///< of the tournament
 inline constexpr unsigned router_most_experts = router_threads * 16;  ///< of the tournament
 
-/// The router's bias: float or bf16.
-struct RouterBias {
-  const void* data = nullptr;
-  bool is_bf16 = false;
-
-  __device__ __forceinline__ float operator()(unsigned e) const {
-    return is_bf16 ? float(static_cast<const bf16*>(data)[e]) : static_cast<const float*>(data)[e];
-  }
-};
-
 struct RouterArguments {
   const float* logits = nullptr;  ///< [rows, experts]
   size logits_stride = 0;
-  RouterBias bias{};
+  ScalarVector bias{};
   unsigned rows = 0, experts = 0, k = 0;
   bool divide = false;
   float scale = 1;
@@ -42,13 +32,6 @@ struct RouterArguments {
   unsigned nan_status = 0;     ///< what a row with a NaN is marked with
   bool early = false;          ///< no need to wait for the kernel before this one: what is read here is older
 };
-
-/// Never 0 for a number, which stands for "no candidate".
-__device__ __forceinline__ unsigned long long router_key(float score, unsigned expert) {
-  const unsigned bits = score == 0.0f ? 0u : __float_as_uint(score);  // -0 and 0 are the same score
-  const unsigned ordered = bits ^ (bits >> 31 != 0 ? 0xffffffffu : 0x80000000u);
-  return static_cast<unsigned long long>(ordered) << 32 | ~expert;
-}
 
 __device__ __forceinline__ unsigned router_expert(unsigned long long key) { return ~static_cast<unsigned>(key); }
 
@@ -90,9 +73,9 @@ __global__ void __launch_bounds__(router_threads) sigmoid_topk_tournament(const 
       const unsigned e = i * router_threads + threadIdx.x;
       key[i] = 0;
       if (e < a.experts) {
-        const float score = selection_score(logits[e], a.bias(e));
+        const float score = selection_score(logits[e], a.bias[e]);
         nan = nan || score != score;
-        key[i] = router_key(score, e);
+        key[i] = order_key(score, e);
       }
     }
     if (__syncthreads_or(nan)) {  // also: the row before is done with the shared memory
@@ -135,10 +118,6 @@ __global__ void __launch_bounds__(router_threads) sigmoid_topk_tournament(const 
   let_later_start();
 }
 
-struct LargerKey {
-  __device__ unsigned long long operator()(unsigned long long a, unsigned long long b) const { return a < b ? b : a; }
-};
-
 /// For any number of experts and of chosen ones: each choice is the largest key below the one before.
 template <unsigned Threads>
 __global__ void __launch_bounds__(Threads) sigmoid_topk_any(const __grid_constant__ RouterArguments a) {
@@ -157,7 +136,7 @@ __global__ void __launch_bounds__(Threads) sigmoid_topk_any(const __grid_constan
     float* const weights = a.weights + row * a.weights_stride;
     bool nan = false;
     for (unsigned e = threadIdx.x; e < a.experts; e += Threads) {
-      const float score = selection_score(logits[e], a.bias(e));
+      const float score = selection_score(logits[e], a.bias[e]);
       nan = nan || score != score;
     }
     if (__syncthreads_or(nan)) {
@@ -170,7 +149,7 @@ __global__ void __launch_bounds__(Threads) sigmoid_topk_any(const __grid_constan
     for (unsigned j = 0; j < a.k; ++j) {
       unsigned long long best = 0;
       for (unsigned e = threadIdx.x; e < a.experts; e += Threads) {
-        const unsigned long long key = router_key(selection_score(logits[e], a.bias(e)), e);
+        const unsigned long long key = order_key(selection_score(logits[e], a.bias[e]), e);
         if (key < before && key > best) best = key;
       }
       best = Reduce(storage).Reduce(best, LargerKey{});

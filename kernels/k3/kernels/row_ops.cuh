@@ -25,7 +25,7 @@ template <>
 struct Eight<bf16> {
   unsigned pair[4];
   __device__ __forceinline__ float operator[](int i) const {
-    return __uint_as_float(i % 2 == 0 ? pair[i / 2] << 16 : pair[i / 2] & 0xffff0000u);
+    return i % 2 == 0 ? low_of(pair[i / 2]) : high_of(pair[i / 2]);
   }
   __device__ __forceinline__ void set(int i, float to) {
     const unsigned bits = bf16(to).bits;
@@ -34,8 +34,7 @@ struct Eight<bf16> {
   /// Rounded two at a time, which gives what set() gives of any number; a NaN becomes 0x7fff.
   __device__ __forceinline__ void set_all(const float (&to)[8]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair[i]) : "f"(to[2 * i + 1]), "f"(to[2 * i]));
+    for (int i = 0; i < 4; ++i) pair[i] = bf16_pair(to[2 * i], to[2 * i + 1]);
   }
 };
 
