@@ -2,21 +2,24 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <exception>
+#include <map>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <k3/cuda/buffer.cuh>
+#include <k3/cuda/stream.cuh>
 #include <k3/kernels/common.cuh>
 
+#include "cuda_check.cuh"
 #include "cuda_results.hpp"
 
 // What the device benchmarks share: random data, the machine's ceilings measured in the same run, times from replays of
 // a graph, and rows of results, printed and merged into one JSON file.
 namespace k3::bench {
-
-inline void check_cuda(cudaError_t code) { detail::check_cuda("bench", "CUDA", code); }
 
 /// Reads `count` pieces of 16 bytes once; `sink` keeps the compiler from leaving that out.
 static __global__ void __launch_bounds__(512) read_all(const uint4* from, size count, unsigned* sink) {
@@ -49,44 +52,27 @@ __global__ void __launch_bounds__(512) copy_all(const uint4* from, size count, u
   for (; i < count; i += step) to[i] = from[i];
 }
 
-/// 64 well mixed bits from a counter, the same on every machine.
-__host__ __device__ inline std::uint64_t mixed_bits(std::uint64_t z) {
-  z = (z + 1) * 0x9e3779b97f4a7c15ull;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-  return z ^ (z >> 31);
-}
-/// Evenly spread in offset +- range.
-__host__ __device__ inline float uniform(std::uint64_t seed, size i, float range, float offset) {
-  return offset + range * (static_cast<float>(mixed_bits((seed << 40) + i) >> 40) / 8388608.0f - 1);
-}
-template <class T>
-__global__ void uniform_kernel(T* to, size count, std::uint64_t seed, float range, float offset) {
-  for (size i = blockIdx.x * size{blockDim.x} + threadIdx.x; i < count; i += size{gridDim.x} * blockDim.x)
-    to[i] = static_cast<T>(uniform(seed, i, range, offset));
-}
-/// Random bytes from `first` on, as many different ones as `mask` (2^n - 1) lets through; in words of 8 bytes.
-static __global__ void bytes_kernel(std::uint64_t* to, size words, std::uint64_t seed, std::uint64_t mask,
-                                    std::uint64_t first) {
-  for (size i = blockIdx.x * size{blockDim.x} + threadIdx.x; i < words; i += size{gridDim.x} * blockDim.x)
-    to[i] = (mixed_bits((seed << 40) + i) & mask * 0x0101010101010101ull) + first * 0x0101010101010101ull;
-}
-template <class T>
-void fill_uniform(T* to, size count, std::uint64_t seed, float range, float offset = 0, cudaStream_t stream = nullptr) {
-  if (count > 0) uniform_kernel<<<detail::grid_size(count, 4096), 256, 0, stream>>>(to, count, seed, range, offset);
-  detail::check_launch("fill_uniform");
-}
-/// `bytes` is a multiple of 8.
-inline void fill_bytes(void* to, size bytes, std::uint64_t seed, unsigned char mask = 255, unsigned char first = 0,
-                       cudaStream_t stream = nullptr) {
-  bytes_kernel<<<detail::grid_size(bytes / 8, 1024), 256, 0, stream>>>(static_cast<std::uint64_t*>(to), bytes / 8, seed,
-                                                                       mask, first);
-  detail::check_launch("fill_bytes");
-}
-
 struct Timing {
   double median_us, low_us, high_us;  // the 10th and 90th percentile
 };
+inline Timing timing_of(std::vector<double> us) {
+  std::sort(us.begin(), us.end());
+  const auto at = [&](double share) { return us[static_cast<size>(share * static_cast<double>(us.size() - 1))]; };
+  return {at(0.5), at(0.1), at(0.9)};
+}
+
+/// The middle one, by its median, of several groups of measurements, each behind a pause: what else disturbs the
+/// machine during some of them changes neither time nor spread.
+template <class Measure>
+Timing middle_timing(Measure&& one, size groups = 3) {
+  std::vector<Timing> all;
+  for (size group = 0; group < groups; ++group) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    all.push_back(one());
+  }
+  std::sort(all.begin(), all.end(), [](const Timing& a, const Timing& b) { return a.median_us < b.median_us; });
+  return all[groups / 2];
+}
 
 struct NothingBefore {
   void operator()() const {}
@@ -110,11 +96,9 @@ Timing measure_graph(cudaStream_t stream, cudaGraphExec_t graph, size launches, 
     check_cuda(cudaEventElapsedTime(&milliseconds, start, stop));
     if (i >= 3) times.push_back(1e3 * milliseconds / static_cast<double>(launches));
   }
-  std::sort(times.begin(), times.end());
   check_cuda(cudaEventDestroy(start));
   check_cuda(cudaEventDestroy(stop));
-  const auto at = [&](double share) { return times[static_cast<size>(share * static_cast<double>(times.size() - 1))]; };
-  return {at(0.5), at(0.1), at(0.9)};
+  return timing_of(times);
 }
 
 /// What `work` puts on the stream, captured.
@@ -142,8 +126,7 @@ Timing measure(cudaStream_t stream, size launches, int replays, Work&& work, Bef
 /// Takes a few tenths of a second, and 8 GB that it gives back.
 inline Ceilings measured_ceilings() {
   constexpr size bytes = size{8} << 30;
-  cudaStream_t stream;
-  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const DeviceStream stream;
   const DeviceBuffer<unsigned char> memory(bytes, false);
   const DeviceBuffer<unsigned> sink(1);
   fill_bytes(memory.data(), bytes, 1);
@@ -168,13 +151,12 @@ inline Ceilings measured_ceilings() {
   };
   const auto driver = [&] { check_cuda(cudaMemcpyAsync(to, words, bytes / 2, cudaMemcpyDeviceToDevice, stream)); };
   result.copy = std::max({result.copy, rate(once), rate(driver)});
-  check_cuda(cudaStreamDestroy(stream));
   return result;
 }
 
 /// Takes a program's options and results: `--quick` for fewer batches and replays, `--json FILE` to merge the rows into
 /// that file. Rows are printed as they come; the file is written at the end, and not where the program fails.
-/// Measures the ceilings first, in memory that it gives back.
+/// Measures the ceilings first, in memory that it gives back; percentages are of these.
 class Report {
  public:
   Report(int argc, char** argv) {
@@ -188,19 +170,22 @@ class Report {
         extra_.push_back(argument);
     }
     ceilings_ = measured_ceilings();
-    std::printf("read ceiling %.0f GB/s, copy %.0f GB/s\n%-34s %5s %8s %11s %21s %12s %8s %7s\n", ceilings_.read,
+    std::printf("read ceiling %.0f GB/s, copy %.0f GB/s\n%-38s %5s %8s %11s %21s %12s %8s %7s\n", ceilings_.read,
                 ceilings_.copy, "operation", "batch", "context", "us", "10 %..90 %", "MB", "GB/s", "%");
   }
   Report(const Report&) = delete;
   Report& operator=(const Report&) = delete;
   ~Report() noexcept(false) {
-    if (file_.empty() || std::uncaught_exceptions() > exceptions_) return;
+    if (std::uncaught_exceptions() > exceptions_) return;
+    for (const auto& [what, found] : compared_)
+      std::printf("%s: %zu results compared with sums in double, relative error up to %.1e (bound %.0e)\n",
+                  what.c_str(), found.count, found.worst, found.bound);
+    if (file_.empty()) return;
     ResultsFile file(file_);
-    file.raise(ceilings_);
     for (const Row& row : rows_) file.put(row);
     cudaDeviceProp device{};
     check_cuda(cudaGetDeviceProperties(&device, 0));
-    file.write(device.name);
+    file.write(device.name, ceilings_);
   }
 
   bool quick() const { return quick_; }
@@ -213,22 +198,40 @@ class Report {
   /// GB/s of a plain read, in this run.
   double ceiling() const { return ceilings_.read; }
 
-  void add(const std::string& op, size batch, size context, const Timing& time, double bytes) {
-    const Row row{op, batch, context, time.median_us, time.high_us - time.low_us, bytes};
-    rows_.push_back(row);
-    std::printf("%-34s %5zu %8s %11.2f %10.2f..%9.2f %12.3f %8.0f %6.1f%%\n", op.c_str(), batch,
+  /// Prints a row, and keeps it for the file where it belongs to one of its lists. Context 0 plays no part.
+  void add(const std::string& op, size batch, size context, const Timing& time, double bytes,
+           List list = List::results) {
+    Row row{list, op, batch, context, time.median_us, time.high_us - time.low_us, bytes, 0};
+    row.percent = 100 * limit_us(row, ceilings_.read) / time.median_us;
+    if (list != List::none) rows_.push_back(row);
+    const std::string name = list == List::independent ? op + ", independent" : op;
+    std::printf("%-38s %5zu %8s %11.2f %10.2f..%9.2f %12.3f %8.0f %6.1f%%\n", name.c_str(), batch,
                 context ? std::to_string(context).c_str() : "", time.median_us, time.low_us, time.high_us, bytes * 1e-6,
-                bytes / time.median_us * 1e-3, 100 * limit_us(row, ceilings_.read) / time.median_us);
+                bytes / time.median_us * 1e-3, row.percent);
     std::fflush(stdout);
   }
 
+  /// Ends the program where `got` is further than `bound` from `want` (relative L2).
+  void compare(const std::string& what, const std::vector<double>& got, const std::vector<double>& want, double bound) {
+    const double error = relative_l2(got, want);
+    if (!(error <= bound)) throw invalid_argument("bench", what, std::to_string(error), std::to_string(bound));
+    Compared& found = compared_[what];
+    found = {found.count + 1, std::max(found.worst, error), bound};
+  }
+
  private:
+  struct Compared {
+    size count = 0;
+    double worst = 0, bound = 0;
+  };
+
   bool quick_ = false;
   int exceptions_ = std::uncaught_exceptions();
   std::string file_;
   std::vector<std::string> extra_;
   Ceilings ceilings_;
   std::vector<Row> rows_;
+  std::map<std::string, Compared> compared_;
 };
 
 /// The program's exit status; errors go to standard error.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The routed experts on the device at the released model's geometry in bf16: 896 MXFP4 experts, 16 chosen at random for
-// each of 1, 8, 32 and 128 tokens, from replays of a graph whose launches each have their own routing, so that nothing
-// is found in the L2. Bytes: the weights of the distinct experts of a launch, once. And the choice of experts alone.
+// each of 1 to 128 tokens, from replays of a graph whose launches each have their own routing, so that nothing is found
+// in the L2. Bytes: the weights of the distinct experts of a launch, once. The last row of the last timed launch is
+// computed again in double. And the choice of experts alone.
 
 #include <cstdio>
 #include <random>
@@ -26,37 +27,21 @@ constexpr size width = geometry.latent, hidden = geometry.expert_hidden, experts
 constexpr size codes = width * hidden / 2, scales = width * hidden / 32, expert_bytes = 3 * (codes + scales);
 constexpr size launches = 8, most_rows = 128;
 
-__device__ unsigned scrambled(size i) {
-  unsigned bits = static_cast<unsigned>(i ^ i >> 32) * 2654435761u;
-  bits = (bits ^ (bits >> 15)) * 2246822519u;
-  return bits ^ (bits >> 13);
-}
+/// Where the random codes of matrix w1, w3 or w2 of an expert come from.
+RandomMxfp4 source(size expert, size matrix) { return {2 * (3 * expert + matrix)}; }
 
-/// Random codes; scale bytes of 116 to 119, so that products stay near 1.
-__global__ void fill_experts(unsigned char* to, size count) {
-  const size step = size{gridDim.x} * blockDim.x;
-  for (size i = blockIdx.x * size{blockDim.x} + threadIdx.x; i < count; i += step) {
-    const size at = i % (codes + scales);
-    to[i] = static_cast<unsigned char>(at < codes ? scrambled(i) >> 8 : 116 + (scrambled(i) >> 8 & 3));
-  }
-}
-
-template <class T>
-__global__ void fill(T* to, size count) {
-  const size step = size{gridDim.x} * blockDim.x;
-  for (size i = blockIdx.x * size{blockDim.x} + threadIdx.x; i < count; i += step)
-    to[i] = static_cast<T>(static_cast<float>(scrambled(i) >> 8) / 8388608.0f - 1);
-}
-
-ExpertTable make_table(const unsigned char* memory) {
+/// Makes the experts in the released layout.
+ExpertTable make_table(unsigned char* memory) {
   std::vector<DeviceExpertWeights> all(experts);
   for (size e = 0; e < experts; ++e) {
     AnyMatrix<MemorySpace::device>* matrices[3] = {&all[e].w1, &all[e].w3, &all[e].w2};
     for (size m = 0; m < 3; ++m) {
-      const unsigned char* const at = memory + e * expert_bytes + m * (codes + scales);
+      unsigned char* const at = memory + e * expert_bytes + m * (codes + scales);
+      fill_mxfp4(at, at + codes, width * hidden, source(e, m).seed);
       *matrices[m] = Mxfp4Matrix<MemorySpace::device>{
-          device_view(at, m == 2 ? width : hidden, (m == 2 ? hidden : width) / 2),
-          device_view(at + codes, m == 2 ? width : hidden, (m == 2 ? hidden : width) / 32)};
+          device_view(static_cast<const unsigned char*>(at), m == 2 ? width : hidden, (m == 2 ? hidden : width) / 2),
+          device_view(static_cast<const unsigned char*>(at) + codes, m == 2 ? width : hidden,
+                      (m == 2 ? hidden : width) / 32)};
     }
   }
   return ExpertTable(geometry, all);
@@ -87,11 +72,9 @@ struct Memory {
   DeviceBuffer<float> weights{launches * most_rows * top_k}, logits{launches * most_rows * experts}, bias{experts};
 
   Memory() {
-    fill_experts<<<4096, 256>>>(experts_memory.data(), experts_memory.count());
-    fill<<<1024, 256>>>(latent.data(), latent.count());
-    fill<<<1024, 256>>>(weights.data(), weights.count());
-    fill<<<1024, 256>>>(logits.data(), logits.count());
-    detail::check_launch("fill");
+    fill_uniform(latent.data(), latent.count(), 10000, 1);
+    fill_uniform(weights.data(), weights.count(), 10001, 1);
+    fill_uniform(logits.data(), logits.count(), 10002, 1);
     check_cuda(cudaDeviceSynchronize());
   }
 };
@@ -113,18 +96,34 @@ void repack(const gpu& exec, ExpertTable& table) {
   check_cuda(cudaEventDestroy(stop));
 }
 
+/// 64 channels of the last row of the last launch, whose experts are the last of `ids`.
+void compare(Report& report, const char* name, const Memory& m, const std::vector<id>& ids, size rows) {
+  const size row = launches * rows - 1;
+  const std::vector<double> x = device_row(m.latent.data() + row * width, width);
+  const std::vector<double> weights = device_row(m.weights.data() + row * top_k, top_k);
+  const std::vector<size> channels = sampled(width);
+  std::vector<double> want(channels.size(), 0.0);
+  for (size j = 0; j < top_k; ++j) {
+    const size expert = static_cast<size>(ids[row * top_k + j]);
+    const RandomMxfp4 matrices[3] = {source(expert, 0), source(expert, 1), source(expert, 2)};
+    const std::vector<double> y = random_expert(geometry, matrices, x, channels);
+    for (size c = 0; c < want.size(); ++c) want[c] += weights[j] * y[c];
+  }
+  report.compare(name, device_row(m.out.data() + row * width, width, channels), want, 1e-2);
+}
+
 void run(int argc, char** argv) {
   Report report(argc, argv);
-  cudaStream_t stream;
-  check_cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  const DeviceStream stream;
   const gpu exec{stream};
   const Memory m;
   ExpertTable table = make_table(m.experts_memory.data());
   MoeDeviceWorkspace<Bf16> workspace(geometry, most_rows);
-  const auto time_experts = [&](const char* name) {
+  const auto time_experts = [&](const char* name, List list) {
     for (const size rows : report.batches()) {
       double hit = 0;
-      const DeviceBuffer<id> ids(random_ids(rows, hit));
+      const std::vector<id> chosen = random_ids(rows, hit);
+      const DeviceBuffer<id> ids(chosen);
       const Timing t = measure(stream, launches, report.replays(20), [&] {
         for (size l = 0; l < launches; ++l)
           mix_routed_experts(exec, geometry, device_view(m.latent.data() + l * rows * width, rows, width),
@@ -132,12 +131,13 @@ void run(int argc, char** argv) {
                              device_view(m.weights.data() + l * rows * top_k, rows, top_k), table, workspace,
                              device_view(m.out.data() + l * rows * width, rows, width));
       });
-      report.add(name, rows, 0, t, hit * static_cast<double>(expert_bytes));
+      report.add(name, rows, 0, t, hit * static_cast<double>(expert_bytes), list);
+      compare(report, name, m, chosen, rows);
     }
   };
-  time_experts("moe_experts_released");
+  time_experts("moe_experts, released layout", List::none);
   repack(exec, table);
-  time_experts("moe_experts");
+  time_experts("moe_experts", List::results);
   for (const size rows : report.batches()) {
     const DeviceBuffer<id> chosen(rows * top_k);
     const Timing t = measure(stream, launches, report.replays(20), [&] {
@@ -146,9 +146,8 @@ void run(int argc, char** argv) {
                      device_view(m.bias.data(), experts), top_k, true, 1.0f, device_view(chosen.data(), rows, top_k),
                      device_view(m.weights.data(), rows, top_k));
     });
-    report.add("router_topk", rows, 0, t, static_cast<double>(rows * experts * sizeof(float)));
+    report.add("router_topk", rows, 0, t, static_cast<double>(rows * experts * sizeof(float)), List::none);
   }
-  check_cuda(cudaStreamDestroy(stream));
 }
 
 }  // namespace

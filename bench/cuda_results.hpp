@@ -7,13 +7,12 @@
 #include <cstring>
 #include <ctime>
 #include <fstream>
-#include <iterator>
 #include <string>
 #include <vector>
 
 #include <k3/core/error.hpp>
 
-// Rows of results of the device benchmarks and the JSON file they are merged into.
+// Rows of results of the device benchmarks and the JSON file they are merged into; report.py knows which rows it needs.
 namespace k3::bench {
 
 /// The machine's own limits, in GB/s (10^9 bytes): a plain read, and a copy on the device counting read and write.
@@ -21,17 +20,18 @@ struct Ceilings {
   double read = 0, copy = 0;
 };
 
-/// One row of the results; context 0 means that it plays no part.
+/// What a row of the file is: a result of the eleven operations in the mode that targets mean, the same in the default
+/// mode (a row's bits do not depend on its batch), or one of the products that a layer's are the sum of.
+enum class List { none, results, independent, products };
+inline constexpr const char* list_names[] = {"", "rows", "default", "products"};
+
+/// One row of the results; context 0 means that it plays no part, percent is of the ceiling of its own program's run.
 struct Row {
+  List list;
   std::string op;
   size batch, context;
-  double us, us_spread, bytes;
+  double us, us_spread, bytes, percent;
 };
-
-/// The names that results may have in the JSON file, in its order.
-inline constexpr const char* op_names[] = {"moe_experts",   "kda_fused",     "mla_attention", "attnres_norm",
-                                           "dense_kda",     "dense_mla",     "dense_moe",     "lm_head",
-                                           "layer_kda_moe", "layer_mla_moe", "step_depth_cut"};
 
 /// Least microseconds of the mathematics: attention of 96 heads reads 576 numbers a position and adds up 512, at 750
 /// TFLOP/s. All else is bound by its bytes.
@@ -42,75 +42,68 @@ inline double limit_us(const Row& row, double read_ceiling) {
   return std::max(row.bytes / read_ceiling * 1e-3, math_limit_us(row.op, row.batch, row.context));
 }
 
-/// The results file: ceilings and one row a line. What several programs write is merged: the larger ceilings stay, a
-/// row of the same operation, batch and context is replaced.
+/// The results file: ceilings and, in three lists, one row a line. What several programs write is merged: a row of the
+/// same operation, batch and context is replaced, the others stay as they are; the ceilings are the last program's.
 class ResultsFile {
  public:
   explicit ResultsFile(const std::string& name) : name_(name) {
     std::ifstream in(name);
+    List list = List::none;
     for (std::string line; std::getline(in, line);) {
-      double read = 0, copied = 0;
-      const char* found = std::strstr(line.c_str(), "\"read_ceiling_GBps\"");
-      if (found && std::sscanf(found, "\"read_ceiling_GBps\": %lf, \"copy_GBps\": %lf", &read, &copied) == 2)
-        raise({read, copied});
       char op[64] = "", context[32] = "";
       Row row{};
       if (std::sscanf(line.c_str(),
                       "{\"op\": \"%63[^\"]\", \"batch\": %zu, \"context\": %31[^,], \"us\": %lf, \"us_spread\": %lf, "
-                      "\"bytes\": %lf",
-                      op, &row.batch, context, &row.us, &row.us_spread, &row.bytes) != 6)
-        continue;
-      row.op = op;
-      row.context = static_cast<size>(std::strtoull(context, nullptr, 10));
-      put(row);
+                      "\"bytes\": %lf, \"GBps\": %*f, \"percent\": %lf",
+                      op, &row.batch, context, &row.us, &row.us_spread, &row.bytes, &row.percent) == 7) {
+        row.op = op, row.list = list;
+        row.context = static_cast<size>(std::strtoull(context, nullptr, 10));
+        rows_.push_back(row);
+      }
+      for (const List each : {List::results, List::independent, List::products})
+        if (line.find(std::string("\"") + list_names[static_cast<int>(each)] + "\": [") != std::string::npos)
+          list = each;
     }
   }
 
-  void raise(const Ceilings& c) {
-    ceilings_.read = std::max(ceilings_.read, c.read);
-    ceilings_.copy = std::max(ceilings_.copy, c.copy);
-  }
   void put(const Row& row) {
-    if (order(row) >= std::size(op_names)) return;
-    const auto same = [&](const Row& r) { return key(r) == key(row); };
-    rows_.erase(std::remove_if(rows_.begin(), rows_.end(), same), rows_.end());
-    rows_.insert(
-        std::upper_bound(rows_.begin(), rows_.end(), row, [](const Row& a, const Row& b) { return key(a) < key(b); }),
-        row);
+    for (Row& r : rows_)
+      if (r.list == row.list && r.op == row.op && r.batch == row.batch && r.context == row.context) {
+        r = row;
+        return;
+      }
+    rows_.push_back(row);
   }
 
-  void write(const char* gpu_name) const {
+  void write(const char* gpu_name, const Ceilings& ceilings) const {
     char date[32];
     const std::time_t now = std::time(nullptr);
     std::strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
     std::FILE* out = std::fopen((name_ + ".part").c_str(), "w");
     if (!out) throw invalid_argument("bench", "--json", name_, "a file that can be written");
-    std::fprintf(out,
-                 "{\"gpu\": \"%s\", \"date\": \"%s\", \"read_ceiling_GBps\": %.1f, \"copy_GBps\": %.1f, \"rows\": [",
-                 gpu_name, date, ceilings_.read, ceilings_.copy);
-    for (size i = 0; i < rows_.size(); ++i) {
-      const Row& r = rows_[i];
-      std::fprintf(out,
-                   "%s\n{\"op\": \"%s\", \"batch\": %zu, \"context\": %s, \"us\": %.3f, \"us_spread\": %.3f, "
-                   "\"bytes\": %.0f, \"GBps\": %.1f, \"percent\": %.2f}",
-                   i ? "," : "", r.op.c_str(), r.batch, r.context ? std::to_string(r.context).c_str() : "null", r.us,
-                   r.us_spread, r.bytes, r.bytes / r.us * 1e-3, 100 * limit_us(r, ceilings_.read) / r.us);
+    std::fprintf(out, "{\"gpu\": \"%s\", \"date\": \"%s\", \"read_ceiling_GBps\": %.1f, \"copy_GBps\": %.1f", gpu_name,
+                 date, ceilings.read, ceilings.copy);
+    for (const List list : {List::results, List::independent, List::products}) {
+      std::fprintf(out, ", \"%s\": [", list_names[static_cast<int>(list)]);
+      const char* between = "";
+      for (const Row& r : rows_) {
+        if (r.list != list) continue;
+        std::fprintf(out,
+                     "%s\n{\"op\": \"%s\", \"batch\": %zu, \"context\": %s, \"us\": %.3f, \"us_spread\": %.3f, "
+                     "\"bytes\": %.0f, \"GBps\": %.1f, \"percent\": %.2f}",
+                     between, r.op.c_str(), r.batch, r.context ? std::to_string(r.context).c_str() : "null", r.us,
+                     r.us_spread, r.bytes, r.bytes / r.us * 1e-3, r.percent);
+        between = ",";
+      }
+      std::fprintf(out, "\n]");
     }
-    std::fprintf(out, "\n]}\n");
+    std::fprintf(out, "}\n");
     if (std::fclose(out) != 0 || std::rename((name_ + ".part").c_str(), name_.c_str()) != 0)
       throw invalid_argument("bench", "--json", name_, "a file that can be written");
   }
 
  private:
-  static size order(const Row& row) {
-    size at = 0;
-    while (at < std::size(op_names) && row.op != op_names[at]) ++at;
-    return at;
-  }
-  static std::vector<size> key(const Row& row) { return {order(row), row.context, row.batch}; }
-
   std::string name_;
-  Ceilings ceilings_;
   std::vector<Row> rows_;
 };
 

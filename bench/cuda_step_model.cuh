@@ -36,17 +36,9 @@ inline K3Graph whole_graph() {
   return K3Graph::from_config(config);
 }
 
-/// Where a random weight comes from: uniform numbers, or bytes, of its own seed. Element i can be computed anywhere.
-struct RandomWeight {
-  std::uint64_t seed;
-  float range, offset;
-};
-
 /// The source of K3DeviceModel: numbers with which every product keeps the magnitude of its input, in the types of the
-/// released checkpoint; expert codes of any kind with scales of 2^-9 to 2^-6.
+/// released checkpoint.
 struct RandomWeights {
-  static constexpr unsigned char lowest_scale = 118, scale_mask = 3;
-
   static bool contains(const std::string& name, const char* part) { return name.find(part) != std::string::npos; }
 
   static ElementType type(const std::string& name) {
@@ -78,8 +70,7 @@ struct RandomWeights {
     const RandomWeight random = weight(name, w.extents[Rank - 1]);
     void* const data = const_cast<void*>(w.data);
     if (w.type == ElementType::mxfp4) {
-      fill_bytes(data, count / 2, random.seed);
-      fill_bytes(const_cast<std::uint8_t*>(w.scale), count / mxfp4_group, random.seed + 1, scale_mask, lowest_scale);
+      fill_mxfp4(data, const_cast<std::uint8_t*>(w.scale), count, random.seed);
     } else if (w.type == ElementType::f32) {
       fill_uniform(static_cast<float*>(data), count, random.seed, random.range, random.offset);
     } else {

@@ -34,14 +34,16 @@ inline std::string node_name(cudaGraphNode_t node) {
          std::to_string(launch.gridDim.z) + "] x " + std::to_string(launch.blockDim.x);
 }
 
-/// Prints one line for each node of `graph`: what it adds, and the time up to and with it. Returns the whole time.
-inline double trace(cudaStream_t stream, cudaGraph_t graph, const std::string& title, int replays) {
+/// Prints one line for each node of `graph`: what it adds, and the time up to and with it. `before` is put on the
+/// stream in front of each replay, and puts back what a node that is cut off would have.
+template <class Before>
+void trace(cudaStream_t stream, cudaGraph_t graph, const std::string& title, int replays, Before&& before) {
   size count = 0;
   check_cuda(cudaGraphGetNodes(graph, nullptr, &count));
   std::vector<cudaGraphNode_t> nodes(count);  // in the order in which they were captured
   check_cuda(cudaGraphGetNodes(graph, nodes.data(), &count));
   std::printf("\n%s: %zu nodes\n%10s %10s\n", title.c_str(), count, "adds us", "up to us");
-  double before = 0;
+  double so_far = 0;
   for (size last = 0; last < count; ++last) {
     cudaGraph_t cut = nullptr;
     cudaGraphExec_t executable = nullptr;
@@ -52,14 +54,14 @@ inline double trace(cudaStream_t stream, cudaGraph_t graph, const std::string& t
       check_cuda(cudaGraphDestroyNode(node));
     }
     check_cuda(cudaGraphInstantiate(&executable, cut, 0));
-    const double us = measure_graph(stream, executable, 1, replays).median_us;
+    const double us = measure_graph(stream, executable, 1, replays, before).median_us;
     check_cuda(cudaGraphExecDestroy(executable));
     check_cuda(cudaGraphDestroy(cut));
-    std::printf("%10.2f %10.2f  %s\n", us - before, us, node_name(nodes[last]).c_str());
-    before = us;
+    std::printf("%10.2f %10.2f  %s\n", us - so_far, us, node_name(nodes[last]).c_str());
+    so_far = us;
   }
-  std::printf("%10.2f in all; the first node carries the launch of the graph\n", before);
-  return before;
+  std::printf("%10.2f in all; the first node carries the launch of the graph\n", so_far);
+  std::fflush(stdout);
 }
 
 }  // namespace k3::bench
