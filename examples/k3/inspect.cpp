@@ -281,12 +281,18 @@ int run(Arguments& a) {
   catch_interrupt();
   const Findings findings = look(a.model);
   stop_if_interrupted();
+  const bool counts = findings.config && findings.countable();
+  const k3::TensorCensus expected =
+      counts && !a.json ? k3::planned_census(*findings.config, findings.form) : k3::TensorCensus{};
+  const std::string json =
+      a.json ? to_json(findings, a.how).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) : "";
+  stop_if_interrupted();  // from here on all is said
   if (a.json) {
-    std::cout << to_json(findings, a.how).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace) << std::endl;
+    std::cout << json << std::endl;
   } else if (findings.config) {
     print_geometry(*findings.config, findings);
-    if (findings.countable()) {
-      print_census(findings, k3::planned_census(*findings.config, findings.form));
+    if (counts) {
+      print_census(findings, expected);
       print_memory(memory_need(*findings.config, findings.form, a.how), a.how, findings);
     }
     for (const std::string& name : findings.others)

@@ -9,7 +9,7 @@ if [ ! -x "${K3_EXAMPLES-}/k3" ]; then
 fi
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-"$K3_EXAMPLES/k3" make-checkpoint "$scratch/full" --like kimi-k3 --hollow 2>/dev/null || exit 1
+"$K3_EXAMPLES/k3" make-checkpoint "$scratch/full" --like kimi-k3 --layers 24 --hollow 2>/dev/null || exit 1
 python3 - "$K3_EXAMPLES/k3" "${K3_FAKE_GPU_PROGRAM-}" "$1/examples/data/austen" "$scratch" <<'END_OF_PROGRAM'
 import fcntl, os, pathlib, re, select, signal, subprocess, sys, time
 program, fake, austen, scratch = sys.argv[1:5]
@@ -99,7 +99,7 @@ except (OSError, AssertionError) as problem:
 
 # make-checkpoint: nothing is left of it, and what was there stays.
 for number, arguments in enumerate((["--like", "kimi-linear-48b", "--layers", "4", "--experts", "24", "--vocab", "999"],
-                                    ["--like", "kimi-k3", "--hollow"])):
+                                    ["--like", "kimi-k3", "--layers", "24", "--hollow"])):
     there = pathlib.Path(scratch, f"there{number}")
     (there / "empty").mkdir(parents=True)
     for out in ("new/a/b", "empty", "fresh"):

@@ -43,7 +43,7 @@ for _ in {1..400}; do echo 'Mr. Darcy was a man of whom she had heard something 
   >"$scratch/words"
 for _ in {1..10}; do cat "$scratch/words"; done >"$text"
 expect 2 'tokens, above max_position_embeddings, 4096' generate "$model" --prompt-file "$text"
-head -c 14000 "$scratch/words" >"$text"
+head -c 3000 "$scratch/words" >"$text"
 expect 0 'stopped at' generate "$model" --prompt-file "$text" --max-new 1
 
 # Conversations: the same reply from all forms.
